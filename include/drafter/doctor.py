@@ -1,0 +1,111 @@
+"""Is this host ready for what the recipe asks? One table, and a remedy for what is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from drafter.errors import Busy, DataError, RecipeError
+from drafter.plan import tokenizer_sha256
+from drafter.recipe import Recipe
+
+NEEDED = ("httpx", "orjson", "pandas", "pydantic", "safetensors", "torch", "transformers")
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    found: str
+    error: RecipeError | DataError | Busy | None = None
+
+
+def examine(recipe: Recipe, phase: str) -> Iterator[Finding]:
+    """Look at everything that ``phase`` needs. Yields one finding per thing, in table order."""
+    yield _python()
+    yield _workspace(Path(recipe.host.workspace))
+    yield _target(recipe)
+    if phase == "generate":
+        yield from (_source(dataset.name, Path(dataset.path)) for dataset in recipe.datasets)
+        yield from _engine(recipe)
+
+
+def table(findings: list[Finding]) -> str:
+    width = max(len(finding.what) for finding in findings)
+    return "\n".join(
+        f"{'FAIL' if finding.error else 'ok':4}  {finding.what:{width}}  {finding.found}"
+        for finding in findings
+    )
+
+
+def _python() -> Finding:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    found = f"{sys.version.split()[0]} at {sys.executable}"
+    if not missing:
+        return Finding("python", found)
+    error = RecipeError(
+        f"{sys.executable} lacks {', '.join(missing)}: install include/requirements.txt there or"
+        " correct host.python"
+    )
+    return Finding("python", found, error)
+
+
+def _workspace(root: Path) -> Finding:
+    parent = next(p for p in (root, *root.parents) if p.exists())
+    if not os.access(parent, os.W_OK):
+        error = RecipeError(
+            f"{parent} is not writable: correct host.workspace or the rights of the SSH user"
+        )
+        return Finding("workspace", str(root), error)
+    free_gb = shutil.disk_usage(parent).free / 1e9
+    return Finding("workspace", f"{root} ({free_gb:.0f} GB free)")
+
+
+def _target(recipe: Recipe) -> Finding:
+    try:
+        tokenizer = tokenizer_sha256(Path(recipe.target.path))
+    except RecipeError as error:
+        return Finding("target", recipe.target.path, error)
+    return Finding("target", f"{recipe.target.path} (tokenizer {tokenizer[:12]})")
+
+
+def _source(name: str, path: Path) -> Finding:
+    if path.is_file():
+        return Finding(name, f"{path} ({path.stat().st_size:,} bytes)")
+    error = DataError(
+        f"{name}: no file at {path}: correct its path in the recipe, a path on the GPU host"
+    )
+    return Finding(name, str(path), error)
+
+
+def _engine(recipe: Recipe) -> Iterator[Finding]:
+    import httpx
+
+    key = os.environ.get(recipe.engine.api_key_env or "", "")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    for url in recipe.engine.urls:
+        try:
+            answer = httpx.get(f"{url}/model_info", headers=headers, timeout=10)
+            answer.raise_for_status()
+            served = str(answer.json()["model_path"])
+        except (httpx.HTTPError, KeyError, ValueError) as error:
+            busy = Busy(
+                f"engine {url} does not answer ({error or type(error).__name__}): start it, or"
+                " correct engine.urls"
+            )
+            yield Finding("engine", url, busy)
+        else:
+            yield Finding("engine", f"{url} serves {served}", _other_model(recipe, url, served))
+
+
+def _other_model(recipe: Recipe, url: str, served: str) -> RecipeError | None:
+    if Path(served).name == Path(recipe.target.path).name:
+        return None
+    return RecipeError(
+        f"engine {url} serves {served}, the recipe's target is {recipe.target.path}: start the"
+        " right model, or correct the recipe"
+    )

@@ -1,0 +1,278 @@
+"""What a start would do, per dataset, and why: decided from files, before anything is done.
+
+A phase is done on a dataset when its manifest section exists and the ``inputs`` stored in it equal
+:func:`inputs` now. Phases store exactly that value, so that "done" has one meaning everywhere: the
+plan in the UI, the start command and the joins all ask here. Never writes. Pydantic and the
+standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from drafter.errors import DataError, RecipeError
+from drafter.layout import ALL, Prepared, Workspace, digest, file_record, read_json, read_section
+from drafter.recipe import Recipe
+
+PER_DATASET = ("generate", "validate", "extract", "evaluate")
+OVER_ALL = ("prepare", "train", "export")
+PHASES = PER_DATASET + OVER_ALL
+
+TOKENIZER_FILES = (
+    "*token*",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+)
+"""What decides a tokenizer's behaviour, as found in public checkpoints (slow, fast, tiktoken)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One line of the plan."""
+
+    phase: str
+    dataset: str
+    action: Literal["done", "start", "resume", "restart", "wait"]
+    reason: str
+    counts: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def decide(
+    phase: str,
+    dataset: str,
+    workspace: Workspace,
+    recipe: Recipe,
+    *,
+    token_budget: int | None = None,
+    mode: str = "resume",
+    run_id: str = "",
+) -> Plan:
+    """What starting ``phase`` on ``dataset`` would do. ``token_budget`` overrides the recipe's."""
+    section = read_phase(phase, dataset, workspace, recipe)
+    counts = section["counts"] if section else {}
+
+    def plan(action: Literal["done", "start", "resume", "restart", "wait"], reason: str) -> Plan:
+        return Plan(phase, dataset, action, reason, counts)
+
+    try:
+        wanted = inputs(phase, dataset, workspace, recipe)
+    except DataError as error:
+        return plan("wait", str(error))
+    if phase == "generate":
+        prepared = workspace.prepared(dataset)
+        stored = count_lines(prepared.responses)
+        if mode == "restart" and stored and not prepared.archive(run_id).exists():
+            return plan("restart", f"{stored} responses move to archive/ and all is generated anew")
+        if section and section["inputs"] == wanted:
+            shortfall = _shortfall(section, _budget(recipe, dataset, token_budget), prepared)
+            if shortfall is None:
+                return plan("done", f"stop reason: {section['stop_reason']}")
+            return plan("resume", f"{stored} responses stored; {shortfall}")
+        if stored:
+            return plan("resume", f"{stored} responses stored")
+        return plan("start", f"{count_lines(prepared.prompt_ids)} prompts, no responses yet")
+    if section is None:
+        return plan("start", "not done yet")
+    if section["inputs"] == wanted:
+        return plan("done", "its inputs are unchanged")
+    changed = sorted(k for k in wanted if section["inputs"].get(k) != wanted[k])
+    return plan("start", f"changed since it was done: {', '.join(changed)}")
+
+
+def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> dict[str, Any]:
+    """Everything that the result of ``phase`` on ``dataset`` depends on, code and limits excepted.
+
+    Raises DataError when an earlier phase has not finished, RecipeError when the target or a source
+    is not where the recipe says.
+    """
+    if phase == "prepare":
+        return {
+            "target": target_identity(recipe),
+            "max_prompt_tokens": recipe.generate.max_prompt_tokens,
+            "seed": recipe.generate.seed,
+            "sources": {
+                source.name: {
+                    "format": source.format,
+                    "revision": source.revision,
+                    "max_samples": source.max_samples,
+                    "sha256": _source_record(source.path, source.name)["sha256"],
+                }
+                for source in recipe.datasets
+            },
+        }
+    prepared = workspace.prepared(dataset)
+    if phase == "generate":
+        return {
+            "prompt_ids": _finished(prepared.manifest, "prepare")["files"][
+                prepared.prompt_ids.name
+            ],
+            "identity": generation_identity(recipe),
+        }
+    if phase == "validate":
+        if not prepared.responses.exists():
+            raise DataError(f"{dataset} has no responses yet: run generate first")
+        return {
+            "responses": _current_record(prepared.responses, prepared.manifest, "generate"),
+            "prompt_ids": _finished(prepared.manifest, "prepare")["files"][
+                prepared.prompt_ids.name
+            ],
+            "rules": recipe.validate_.model_dump(mode="json"),
+            "target": target_identity(recipe),
+        }
+    if phase == "extract":
+        return {
+            "tokenized": _finished(prepared.manifest, "validate")["files"][prepared.tokenized.name],
+            "extract": recipe.extract.model_dump(mode="json"),
+            "target": target_identity(recipe),
+        }
+    if phase == "train":
+        return {
+            "datasets": {
+                name: digest(_finished(workspace.hidden_states(name).manifest, "extract"))
+                for name in recipe.dataset_names
+            },
+            "train": recipe.train.model_dump(mode="json"),
+        }
+    run = workspace.drafter(run_name(workspace, recipe))
+    trained = digest(_finished(run.manifest, "train")["inputs"])
+    if phase == "evaluate":
+        return {
+            "train": trained,
+            "dataset": dataset,
+            "evaluate": recipe.evaluate.model_dump(mode="json"),
+        }
+    if phase == "export":
+        evaluated = {
+            name: digest(_evaluation(run.evaluation(name))) for name in recipe.dataset_names
+        }
+        return {"train": trained, "evaluated": evaluated}
+    raise RecipeError(f"no phase {phase!r}: there are {', '.join(PHASES)}")
+
+
+def read_phase(
+    phase: str, dataset: str, workspace: Workspace, recipe: Recipe
+) -> dict[str, Any] | None:
+    """The section that ``phase`` left for ``dataset``; None when it has not finished."""
+    if phase == "prepare":
+        return _prepared_together(workspace, recipe)
+    if phase in ("generate", "validate"):
+        return read_section(workspace.prepared(dataset).manifest, phase)
+    if phase == "extract":
+        return read_section(workspace.hidden_states(dataset).manifest, phase)
+    try:
+        run = workspace.drafter(run_name(workspace, recipe))
+    except DataError:
+        return None
+    if phase == "evaluate":
+        path = run.evaluation(dataset)
+        return read_json(path) if path.exists() else None
+    return read_section(run.manifest, phase)
+
+
+def run_name(workspace: Workspace, recipe: Recipe) -> str:
+    """Name of the training run over what is extracted now: another set is another run."""
+    return digest(inputs("train", ALL, workspace, recipe))[:12]
+
+
+def target_identity(recipe: Recipe) -> dict[str, Any]:
+    """What must stay the same under stored ids: revision, tokenizer and template, thinking."""
+    return {
+        "revision": recipe.target.revision,
+        "tokenizer": tokenizer_sha256(Path(recipe.target.path)),
+        "thinking": recipe.target.thinking,
+    }
+
+
+def generation_identity(recipe: Recipe) -> dict[str, Any]:
+    """What must stay the same over all responses of a dataset."""
+    sampling = recipe.generate.model_dump(include={"temperature", "top_p", "max_new_tokens"})
+    return {**target_identity(recipe), **sampling}
+
+
+def tokenizer_sha256(target: Path) -> str:
+    """One hash over names and bytes of the files that decide a tokenizer. RecipeError if none."""
+    files = sorted({file for pattern in TOKENIZER_FILES for file in target.glob(pattern)})
+    if not files:
+        raise RecipeError(f"no tokenizer in {target}: correct target.path, a path on the GPU host")
+    total = hashlib.sha256()
+    for file in files:
+        total.update(f"{file.name}\0{file_record(file)['sha256']}\n".encode())
+    return total.hexdigest()
+
+
+def count_lines(path: Path) -> int:
+    """Complete lines of a file; 0 when it does not exist."""
+    if not path.exists():
+        return 0
+    with open(path, "rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
+def _budget(recipe: Recipe, dataset: str, override: int | None) -> int | None:
+    return recipe.dataset(dataset).token_budget if override is None else override
+
+
+def _shortfall(section: dict[str, Any], budget: int | None, prepared: Prepared) -> str | None:
+    """Why a finished generation is not finished under today's budget; None when it is."""
+    size = prepared.responses.stat().st_size if prepared.responses.exists() else 0
+    if size != section["files"][prepared.responses.name]["bytes"]:
+        return "the file changed since generation ended"
+    tokens = section["counts"]["completion_tokens"]
+    if section["stop_reason"] == "budget" and (budget is None or tokens < budget):
+        return f"{tokens} tokens of a raised budget of {budget}"
+    return None
+
+
+def _finished(manifest: Path, section: str) -> dict[str, Any]:
+    value = read_section(manifest, section)
+    if value is None:
+        raise DataError(f"{manifest.parent.name}: {section} has not finished, run it first")
+    return value
+
+
+def _evaluation(path: Path) -> Any:
+    if not path.exists():
+        raise DataError(f"{path.stem} is not evaluated yet: run evaluate first")
+    return read_json(path)
+
+
+def _source_record(path: str, dataset: str) -> dict[str, Any]:
+    try:
+        return file_record(Path(path))
+    except OSError as error:
+        raise RecipeError(
+            f"{dataset}: source {path} cannot be read ({error.strerror}): correct its path in the"
+            " recipe, a path on the GPU host"
+        ) from None
+
+
+def _current_record(path: Path, manifest: Path, section: str) -> dict[str, Any]:
+    """{bytes, sha256} of ``path``: the manifest's when the size still fits, else hashed anew."""
+    known = (read_section(manifest, section) or {}).get("files", {}).get(path.name)
+    if known and known["bytes"] == path.stat().st_size:
+        return dict(known)
+    return file_record(path)
+
+
+def _prepared_together(workspace: Workspace, recipe: Recipe) -> dict[str, Any] | None:
+    """prepare is done once, for all: None unless every dataset holds the same ``inputs``."""
+    sections = {
+        name: read_section(workspace.prepared(name).manifest, "prepare")
+        for name in recipe.dataset_names
+    }
+    first = sections[recipe.dataset_names[0]]
+    if first is None or any(s is None or s["inputs"] != first["inputs"] for s in sections.values()):
+        return None
+    return {
+        "inputs": first["inputs"],
+        "counts": {name: section["counts"] for name, section in sections.items() if section},
+    }

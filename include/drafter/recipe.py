@@ -1,0 +1,328 @@
+"""One file says everything about a deployment's run: every knob once, typed, bounded, explained.
+
+``include/recipes/<name>.toml`` is read where DAGs are parsed; the resolved recipe travels to the
+GPU host in each job.json and as ``<workspace>/recipe.json``. Paths in it are paths on the GPU host.
+``${NAME}`` in a string stands for an environment variable of the reading process; secrets are
+never written here, only the *name* of the variable that holds them on the host. Pydantic and the
+standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from drafter.errors import RecipeError
+
+SourceFormat = Literal[
+    "glaive",
+    "opencodeinstruct",
+    "magicoder",
+    "mixturethoughts",
+    "openthoughts",
+    "ultrachat",
+    "sharegpt",
+    "sweagent",
+]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+EnvironmentName = Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Target(_Section):
+    """The model that the drafter drafts for."""
+
+    path: str = Field(min_length=1)
+    """Directory on the GPU host with config, tokenizer, template and (for extraction) weights."""
+
+    revision: str = Field(min_length=1)
+    """Commit or date that pins the checkpoint. Another revision needs another workspace."""
+
+    thinking: bool = True
+    """Render prompts with thinking on: the model reasons before it answers."""
+
+
+class Engine(_Section):
+    """The server that writes the responses."""
+
+    kind: Literal["sglang"] = "sglang"
+    """Protocol: SGLang's native /generate, token ids in and out."""
+
+    urls: tuple[str, ...] = Field(min_length=1)
+    """Base URLs as seen from the GPU host."""
+
+    api_key_env: EnvironmentName | None = None
+    """Environment variable *on the GPU host* that holds the key."""
+
+    in_flight: int = Field(default=150, ge=1, le=4096)
+    """Requests in flight over all jobs that use this engine; each job gets its share."""
+
+
+class Dataset(_Section):
+    """One prompt source and how much of it to answer."""
+
+    name: Name
+    """Directory, mapped-task name and sample id prefix, for example ``B1_glaive``."""
+
+    format: SourceFormat
+    """Which converter reads its rows."""
+
+    path: str = Field(min_length=1)
+    """JSONL file or JSON array of source rows on the GPU host."""
+
+    revision: str = Field(default="local", min_length=1)
+    """Pinned revision of the source, recorded beside every prompt."""
+
+    token_budget: int | None = Field(default=None, ge=1)
+    """Completion tokens after which no new prompt is sent."""
+
+    max_samples: int | None = Field(default=None, ge=1)
+    """Prompts used at most."""
+
+    unbounded: bool = False
+    """Answer every prompt; set it when neither limit is given."""
+
+    min_tokens: int = Field(default=1, ge=1)
+    """Completion tokens below which the dataset does not count as generated."""
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if self.unbounded == (self.token_budget is not None or self.max_samples is not None):
+            raise ValueError("set token_budget, max_samples or both, or unbounded = true")
+        return self
+
+
+class Generate(_Section):
+    """Sampling and limits of one response."""
+
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_new_tokens: int = Field(default=32_768, ge=1)
+    """Completion tokens per response at most; fitted to the engine's context per prompt."""
+
+    max_prompt_tokens: int = Field(default=32_768, ge=1)
+    """Longer prompts are dropped by prepare, with a count."""
+
+    seed: int = Field(default=0, ge=0)
+    """Order in which prompts are answered."""
+
+    request_timeout_s: float = Field(default=3600, gt=0)
+    """One request, from sending to the last byte; sized to max_new_tokens at the slowest rate."""
+
+    attempts: int = Field(default=4, ge=1, le=20)
+    """Sends of one prompt at most, for failures that a retry can mend."""
+
+    canary_window: int = Field(default=32, ge=8)
+    """Finished rows looked at together."""
+
+    canary_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of a window without closed, non-empty thinking at which the dataset stops itself."""
+
+
+class Validate(_Section):
+    max_rejected_share: float = Field(default=0.2, ge=0, le=1)
+    """Above it the dataset fails instead of training on what is left."""
+
+    accept_truncated: bool = True
+    """Keep rows that ended by length once their thinking is closed."""
+
+
+class Extract(_Section):
+    backend: Literal["transformers"] = "transformers"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the stored states; on a GPU also of the forward pass."""
+
+    aux_layers: tuple[int, int, int] | None = None
+    """HF ``hidden_states`` indices; default [2, n//2, n-3] for n layers."""
+
+    max_length: int = Field(default=8192, ge=2)
+    """Longer rows are left out, with a count."""
+
+    batch_tokens: int = Field(default=16_384, ge=1)
+    """Padded tokens per forward pass."""
+
+    shard_tokens: int = Field(default=65_536, ge=1)
+    """Tokens per shard file at most (one longer row is one shard)."""
+
+    min_argmax_share: float = Field(default=0.3, ge=0, le=1)
+    """Share of response tokens that must equal argmax lm_head(norm(final)): near 1 for greedy
+    rows, lower for sampled ones; a misaligned extraction is near 0."""
+
+
+class Train(_Section):
+    steps: int = Field(default=20_000, ge=0)
+    """Optimiser steps. 0 exports the untrained drafter."""
+
+    batch_tokens: int = Field(default=8192, ge=2)
+    """Packed tokens per step."""
+
+    ttt_steps: int = Field(default=7, ge=1, le=16)
+    """Draft steps unrolled per position (EAGLE-3 training-time test)."""
+
+    step_decay: float = Field(default=0.8, gt=0, le=1)
+    """Weight of draft step i is step_decay ** i."""
+
+    learning_rate: float = Field(default=1e-4, gt=0)
+    warmup_share: float = Field(default=0.015, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=0.5, gt=0)
+    seed: int = Field(default=0, ge=0)
+
+    draft_vocab_size: int = Field(default=32_000, ge=1)
+    """Most frequent response tokens that the drafter can propose; capped at the target's size."""
+
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Of the drafter's MLP; default: the target's dense one."""
+
+    held_out_share: float = Field(default=0.02, gt=0, lt=1)
+    """Of sample ids, by hash: never trained on, used to evaluate."""
+
+    checkpoint_every_steps: int = Field(default=500, ge=1)
+
+    no_states_baseline: bool = False
+    """Also train the same drafter with its auxiliary states zeroed, to measure what they give."""
+
+
+class Evaluate(_Section):
+    draft_tokens: int = Field(default=3, ge=1, le=16)
+    """Tokens drafted per verification."""
+
+    max_prompts: int = Field(default=64, ge=1)
+    """Held-out prompts per dataset at most."""
+
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Of the greedy answers that are replayed."""
+
+
+class Host(_Section):
+    conn_id: str = Field(default="gpu_host", min_length=1)
+    """Airflow SSH connection."""
+
+    workspace: str = Field(pattern=r"^/")
+    """Absolute directory on the GPU host."""
+
+    python: str = Field(default="python3", min_length=1)
+    """Interpreter on the GPU host that has include/requirements.txt installed."""
+
+    pool: str = Field(default="gpu", min_length=1)
+    """Airflow pool that generate, extract, train and evaluate jobs take a slot of."""
+
+    slots: int = Field(default=4, ge=1)
+    """Size of the pool: GPU jobs at once."""
+
+    lease_s: float = Field(default=900, ge=5)
+    """A job that nobody has renewed for so long stops itself: longer than any triggerer outage."""
+
+    poll_s: float = Field(default=5, gt=0)
+    """Between two looks at a job."""
+
+    grace_s: float = Field(default=3, ge=0)
+    """From TERM to KILL."""
+
+    timeout_s: float = Field(default=7 * 86_400, gt=0)
+    """Deadline of one job, kept by the host itself."""
+
+
+class Schedule(_Section):
+    generate: str | None = None
+    """Cron of the generate DAG; the other phases follow by assets."""
+
+
+class Recipe(_Section):
+    """A whole deployment."""
+
+    name: Name
+    """Used in asset names; the file's stem."""
+
+    target: Target
+    engine: Engine
+    datasets: tuple[Dataset, ...] = Field(min_length=1)
+    generate: Generate = Generate()
+    validate_: Validate = Field(default=Validate(), alias="validate")
+    extract: Extract = Extract()
+    train: Train = Train()
+    evaluate: Evaluate = Evaluate()
+    host: Host
+    schedule: Schedule = Schedule()
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        names = self.dataset_names
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"datasets share the name {', '.join(twice)}: give each its own")
+        if "all" in names:
+            raise ValueError('"all" names jobs over every dataset: call the dataset something else')
+        return self
+
+    @property
+    def dataset_names(self) -> list[str]:
+        return [dataset.name for dataset in self.datasets]
+
+    def dataset(self, name: str) -> Dataset:
+        for dataset in self.datasets:
+            if dataset.name == name:
+                return dataset
+        raise RecipeError(
+            f"no dataset {name!r} in recipe {self.name}: it has {', '.join(self.dataset_names)}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The resolved recipe as plain JSON; ``parse_recipe`` of it gives an equal recipe."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read and resolve one TOML recipe. Raises RecipeError naming file, field and remedy."""
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise RecipeError(
+            f"no recipe at {path}: set DRAFTER_RECIPE to a file that exists"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path} is not TOML: {error}") from None
+    return parse_recipe({"name": path.stem, **_resolved(tree, path)}, str(path))
+
+
+def parse_recipe(tree: dict[str, Any], origin: str) -> Recipe:
+    """Check a resolved recipe; ``origin`` is what errors name."""
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError(f"{origin}: " + "; ".join(map(_sentence, error.errors()))) from None
+
+
+def _sentence(error: Any) -> str:
+    field = ".".join(map(str, error["loc"])) or "recipe"
+    if error["type"] == "extra_forbidden":
+        return f"unknown field {field}: remove it or correct its spelling"
+    if error["type"] == "missing":
+        return f"{field} is missing: add it"
+    return f"{field} = {error['input']!r}: {error['msg'].removeprefix('Value error, ')}"
+
+
+def _resolved(value: Any, path: Path) -> Any:
+    """``value`` with ``${NAME}`` in its strings replaced from the environment."""
+
+    def variable(match: re.Match[str]) -> str:
+        try:
+            return os.environ[match[1]]
+        except KeyError:
+            raise RecipeError(f"{path} uses ${{{match[1]}}}: set that variable") from None
+
+    if isinstance(value, str):
+        return re.sub(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", variable, value)
+    if isinstance(value, list):
+        return [_resolved(item, path) for item in value]
+    if isinstance(value, dict):
+        return {key: _resolved(item, path) for key, item in value.items()}
+    return value
