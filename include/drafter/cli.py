@@ -9,10 +9,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from drafter.errors import RecipeError
+from drafter.errors import DataError, RecipeError
 from drafter.layout import ALL, Workspace, read_json
+
+if TYPE_CHECKING:
+    from drafter.recipe import Recipe
 
 
 def main(argv: list[str]) -> int:
@@ -60,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--run-id", default="")
     plan.add_argument("--token-budget", type=int)
 
+    join = add("join", _join, "is a phase done on every dataset? one line of JSON")
+    join.add_argument("phase")
+
     doctor = add("doctor", _doctor, "is this host ready for a phase of the recipe?")
     doctor.add_argument("phase")
 
@@ -74,6 +80,12 @@ def _workspace(arguments: argparse.Namespace) -> Workspace:
     if not arguments.workspace:
         raise RecipeError("which workspace? pass --workspace DIR or set DRAFTER_WORKSPACE")
     return Workspace(Path(arguments.workspace))
+
+
+def _recipe(workspace: Workspace) -> Recipe:
+    from drafter.recipe import parse_recipe
+
+    return parse_recipe(read_json(workspace.recipe), str(workspace.recipe))
 
 
 def _print_json(value: Any) -> None:
@@ -96,6 +108,8 @@ def _start(_arguments: argparse.Namespace) -> int:
         mode=spec["mode"],
         run_id=spec["run_id"],
     )
+    if decision.action == "wait":
+        raise DataError(decision.reason)
     if decision.action == "done":
         _print_json({"outcome": "done", "reason": decision.reason, "counts": decision.counts})
     else:
@@ -147,10 +161,9 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from drafter.plan import OVER_ALL, decide
-    from drafter.recipe import parse_recipe
 
     workspace = _workspace(arguments)
-    recipe = parse_recipe(read_json(workspace.recipe), str(workspace.recipe))
+    recipe = _recipe(workspace)
     over_all = arguments.phase in OVER_ALL
     names = [ALL] if over_all else arguments.datasets or recipe.dataset_names
     plans = [
@@ -172,13 +185,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
-    from drafter.doctor import examine, table
-    from drafter.recipe import parse_recipe
+def _join(arguments: argparse.Namespace) -> int:
+    from drafter.plan import joined
 
     workspace = _workspace(arguments)
-    recipe = parse_recipe(read_json(workspace.recipe), str(workspace.recipe))
-    findings = list(examine(recipe, arguments.phase))
+    _print_json(joined(arguments.phase, workspace, _recipe(workspace)))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from drafter.doctor import examine, table
+
+    findings = list(examine(_recipe(_workspace(arguments)), arguments.phase))
     print(table(findings), flush=True)
     for finding in findings:
         if finding.error:

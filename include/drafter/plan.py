@@ -178,6 +178,21 @@ def read_phase(
     return read_section(run.manifest, phase)
 
 
+def joined(phase: str, workspace: Workspace, recipe: Recipe) -> dict[str, Any]:
+    """Whether ``phase`` is done on every dataset, and one hash over what it left.
+
+    ``{"missing": [dataset, ...], "digest": hex}``; a join announces each digest once.
+    """
+    missing = [
+        name
+        for name in recipe.dataset_names
+        if decide(phase, name, workspace, recipe).action != "done"
+    ]
+    left = {name: read_phase(phase, name, workspace, recipe) for name in recipe.dataset_names}
+    files = {name: section and section["files"] for name, section in left.items()}
+    return {"missing": missing, "digest": digest(files)}
+
+
 def run_name(workspace: Workspace, recipe: Recipe) -> str:
     """Name of the training run over what is extracted now: another set is another run."""
     return digest(inputs("train", ALL, workspace, recipe))[:12]

@@ -293,6 +293,14 @@ def load_recipe(path: Path) -> Recipe:
     return parse_recipe({"name": path.stem, **_resolved(tree, path)}, str(path))
 
 
+def deployed_recipe() -> Recipe:
+    """The recipe of this deployment: the file that the variable DRAFTER_RECIPE names."""
+    path = os.environ.get("DRAFTER_RECIPE")
+    if not path:
+        raise RecipeError("DRAFTER_RECIPE is not set: let it name a file such as kimi-k2.5.toml")
+    return load_recipe(Path(path))
+
+
 def parse_recipe(tree: dict[str, Any], origin: str) -> Recipe:
     """Check a resolved recipe; ``origin`` is what errors name."""
     try:

@@ -1,0 +1,55 @@
+# make demo   the four DAGs, for real, on this machine, to a drafter with a measured acceptance length
+# make up     the same stack, left running at http://localhost:8080      make down   stops it
+# make test   everything but the long forms
+# make lint   ruff and mypy
+
+PYTHON ?= python3.11
+PORT ?= 8080
+DEMO = PYTHONPATH=include .venv/bin/python -m demo
+
+.PHONY: setup demo up down test lint clean
+
+setup: .venv/.ready .demo/host-venv/.ready sshd
+
+.venv/.ready: requirements.txt include/requirements.txt tests/requirements.txt
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "setup: $(PYTHON) with venv is missing:" \
+	  "install the packages python3.11 and python3.11-venv" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet -r requirements.txt -r tests/requirements.txt
+	.venv/bin/pip check
+	touch $@
+
+# The "GPU container" has an environment of its own, without airflow, so that the boundary is real.
+.demo/host-venv/.ready: include/requirements.txt .venv/.ready
+	$(PYTHON) -m venv .demo/host-venv
+	.demo/host-venv/bin/pip install --quiet -r include/requirements.txt
+	.demo/host-venv/bin/pip check
+	touch $@
+
+.PHONY: sshd
+sshd:
+	@command -v sshd >/dev/null || [ -x /usr/sbin/sshd ] || { \
+	  if [ "$$(id -u)" = 0 ]; then apt=apt-get; else apt="sudo -n apt-get"; fi; \
+	  $$apt -qq update && DEBIAN_FRONTEND=noninteractive $$apt -qq install -y openssh-server >/dev/null; \
+	} || { echo "setup: sshd is missing and could not be installed:" \
+	  "install the package openssh-server" >&2; exit 1; }
+
+demo: setup
+	$(DEMO) run --port $(PORT)
+
+up: setup
+	$(DEMO) up --port $(PORT)
+
+down:
+	$(DEMO) down --port $(PORT)
+
+test: setup lint
+	.venv/bin/python -m pytest
+
+lint: .venv/.ready
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+clean: down
+	rm -rf .demo .venv

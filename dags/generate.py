@@ -1,0 +1,57 @@
+"""# Generate: prompts in, token ids out
+
+Deploys the code by hash, checks the host, prepares all prompts once, shows the **plan**, then lets
+the engine answer each dataset's prompts up to its token budget. One mapped task per dataset: clear
+a failed one and only that one runs again, resuming from the rows it already has.
+
+* **datasets**: which ones; the plan line of each says what will happen.
+* **mode**: `resume` keeps every stored row; `restart` moves them to `archive/<run id>` first.
+* **token_budget**: completion tokens per dataset, instead of the recipe's.
+* **plan_only**: stop after the plan.
+"""
+
+from __future__ import annotations
+
+from airflow.sdk import DAG
+
+from drafter.recipe import deployed_recipe
+from gpu_host.dag_options import DEFAULTS, START, generate_params, generated_asset
+from gpu_host.operators import DeployOperator, HostCommandOperator, PhaseOperator
+from gpu_host.planning import PlanOperator
+
+RECIPE = deployed_recipe()
+
+with DAG(
+    dag_id="generate",
+    schedule=RECIPE.schedule.generate,
+    start_date=START,
+    catchup=False,
+    max_active_runs=1,
+    params=generate_params(RECIPE),
+    default_args=DEFAULTS,
+    tags=["drafter", RECIPE.name],
+    doc_md=__doc__,
+):
+    deploy = DeployOperator(task_id="deploy", recipe=RECIPE)
+    doctor = HostCommandOperator(
+        task_id="doctor",
+        recipe=RECIPE,
+        code=deploy.output,
+        command=["doctor", "generate"],
+        retries=0,
+    )
+    prepare = PhaseOperator(
+        task_id="prepare", recipe=RECIPE, code=deploy.output, phase="prepare", dataset="all"
+    )
+    plan = PlanOperator(task_id="plan", recipe=RECIPE, code=deploy.output, phase="generate")
+    generate = PhaseOperator.partial(
+        task_id="generate",
+        recipe=RECIPE,
+        code=deploy.output,
+        phase="generate",
+        mode="{{ params.mode }}",
+        token_budget="{{ params.token_budget }}",
+        asset=generated_asset(RECIPE),
+    ).expand(dataset=plan.output)
+
+    deploy >> doctor >> prepare >> plan >> generate

@@ -1,0 +1,49 @@
+"""# Train: from hidden states to a drafter that engines load
+
+Starts once per new set of extracted states. One training job over all datasets, then the drafter is
+**evaluated** per dataset (acceptance length by replay, beside an n-gram table and a drafter without
+states) and exported for SGLang and vLLM.
+"""
+
+from __future__ import annotations
+
+from airflow.sdk import DAG
+
+from drafter.recipe import deployed_recipe
+from gpu_host.dag_options import DEFAULTS, START, dataset_params, joined_asset
+from gpu_host.operators import DeployOperator, HostCommandOperator, PhaseOperator
+from gpu_host.planning import PlanOperator
+
+RECIPE = deployed_recipe()
+
+with DAG(
+    dag_id="train",
+    schedule=[joined_asset(RECIPE, "extracted")],
+    start_date=START,
+    catchup=False,
+    max_active_runs=1,
+    params=dataset_params(RECIPE),
+    default_args=DEFAULTS,
+    tags=["drafter", RECIPE.name],
+    doc_md=__doc__,
+):
+    deploy = DeployOperator(task_id="deploy", recipe=RECIPE)
+    doctor = HostCommandOperator(
+        task_id="doctor", recipe=RECIPE, code=deploy.output, command=["doctor", "train"], retries=0
+    )
+    train = PhaseOperator(
+        task_id="train", recipe=RECIPE, code=deploy.output, phase="train", dataset="all"
+    )
+    plan = PlanOperator(task_id="plan", recipe=RECIPE, code=deploy.output, phase="evaluate")
+    evaluate = PhaseOperator.partial(
+        task_id="evaluate", recipe=RECIPE, code=deploy.output, phase="evaluate"
+    ).expand(dataset=plan.output)
+    export = PhaseOperator(
+        task_id="export",
+        recipe=RECIPE,
+        code=deploy.output,
+        phase="export",
+        dataset="all",
+        asset=joined_asset(RECIPE, "drafter"),
+    )
+    deploy >> doctor >> train >> plan >> evaluate >> export

@@ -1,0 +1,232 @@
+"""The plan says what a start would do, from files alone, and never writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafter.errors import RecipeError
+from drafter.layout import Workspace, file_record, write_json, write_section
+from drafter.plan import decide, inputs, joined, run_name
+from drafter.recipe import Recipe, parse_recipe
+
+
+def make_recipe(tmp_path: Path, **changes: Any) -> Recipe:
+    """Two datasets, B1 and B2, whose sources and target lie under ``tmp_path``."""
+    target = tmp_path / "target"
+    target.mkdir(exist_ok=True)
+    (target / "tokenizer.json").write_text("{}")
+    datasets = []
+    for name in ("B1", "B2"):
+        source = tmp_path / f"{name}.jsonl"
+        if not source.exists():
+            source.write_text("{}\n")
+        datasets.append(
+            {"name": name, "format": "glaive", "path": str(source), "token_budget": 100}
+        )
+    tree = {
+        "name": "r",
+        "target": {"path": str(target), "revision": "1"},
+        "engine": {"urls": ["http://127.0.0.1:1"]},
+        "host": {"workspace": str(tmp_path / "w")},
+        "datasets": datasets,
+    }
+    return parse_recipe({**tree, **changes}, "test")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return make_recipe(tmp_path)
+
+
+@pytest.fixture
+def workspace(recipe: Recipe) -> Workspace:
+    return Workspace(Path(recipe.host.workspace))
+
+
+def prepare(workspace: Workspace, recipe: Recipe, ids: int = 3) -> None:
+    for name in recipe.dataset_names:
+        prepared = workspace.prepared(name)
+        prepared.root.mkdir(parents=True, exist_ok=True)
+        rows = [json.dumps({"sample_id": f"{name}-{i}", "input_ids": [1]}) for i in range(ids)]
+        prepared.prompt_ids.write_text("".join(f"{row}\n" for row in rows))
+        section = {
+            "inputs": inputs("prepare", "all", workspace, recipe),
+            "counts": {"prompts": ids},
+            "files": {prepared.prompt_ids.name: file_record(prepared.prompt_ids)},
+        }
+        write_section(prepared.manifest, "prepare", section)
+
+
+def generate(
+    workspace: Workspace,
+    recipe: Recipe,
+    name: str,
+    *,
+    tokens: int = 120,
+    stop_reason: str = "budget",
+) -> None:
+    prepared = workspace.prepared(name)
+    prepared.responses.write_text('{"row":1}\n{"row":2}\n')
+    section = {
+        "inputs": inputs("generate", name, workspace, recipe),
+        "counts": {"completion_tokens": tokens},
+        "stop_reason": stop_reason,
+        "files": {prepared.responses.name: file_record(prepared.responses)},
+    }
+    write_section(prepared.manifest, "generate", section)
+
+
+def validate(workspace: Workspace, recipe: Recipe, name: str) -> None:
+    prepared = workspace.prepared(name)
+    prepared.tokenized.write_text("{}\n")
+    section = {
+        "inputs": inputs("validate", name, workspace, recipe),
+        "counts": {},
+        "files": {prepared.tokenized.name: file_record(prepared.tokenized)},
+    }
+    write_section(prepared.manifest, "validate", section)
+
+
+def test_an_empty_workspace_waits_for_prepare(workspace: Workspace, recipe: Recipe) -> None:
+    assert decide("prepare", "all", workspace, recipe).action == "start"
+    plan = decide("generate", "B1", workspace, recipe)
+    assert (plan.action, "prepare" in plan.reason) == ("wait", True)
+
+
+def test_prepare_is_done_for_all_datasets_or_for_none(workspace: Workspace, recipe: Recipe) -> None:
+    prepare(workspace, recipe)
+    assert decide("prepare", "all", workspace, recipe).action == "done"
+    workspace.prepared("B2").manifest.unlink()
+    assert decide("prepare", "all", workspace, recipe).action == "start"
+
+
+def test_a_changed_source_is_prepared_again(workspace: Workspace, recipe: Recipe) -> None:
+    prepare(workspace, recipe)
+    Path(recipe.datasets[0].path).write_text('{"new":1}\n')
+    plan = decide("prepare", "all", workspace, recipe)
+    assert (plan.action, plan.reason) == ("start", "changed since it was done: sources")
+
+
+def test_generation_starts_resumes_and_ends(workspace: Workspace, recipe: Recipe) -> None:
+    prepare(workspace, recipe)
+    plan = decide("generate", "B1", workspace, recipe)
+    assert (plan.action, plan.reason) == ("start", "3 prompts, no responses yet")
+    workspace.prepared("B1").responses.write_text('{"row":1}\n')
+    plan = decide("generate", "B1", workspace, recipe)
+    assert (plan.action, plan.reason) == ("resume", "1 responses stored")
+    generate(workspace, recipe, "B1")
+    assert decide("generate", "B1", workspace, recipe).action == "done"
+
+
+@pytest.mark.parametrize(
+    ("budget", "stop_reason", "action"),
+    [
+        pytest.param(None, "budget", "done", id="budget met"),
+        pytest.param(50, "budget", "done", id="lowered budget loses nothing"),
+        pytest.param(500, "budget", "resume", id="raised budget continues"),
+        pytest.param(500, "prompts exhausted", "done", id="no prompts left to spend it on"),
+    ],
+)
+def test_budgets_may_change(
+    workspace: Workspace, recipe: Recipe, budget: int | None, stop_reason: str, action: str
+) -> None:
+    prepare(workspace, recipe)
+    generate(workspace, recipe, "B1", stop_reason=stop_reason)
+    assert decide("generate", "B1", workspace, recipe, token_budget=budget).action == action
+
+
+def test_rows_added_after_the_end_are_seen(workspace: Workspace, recipe: Recipe) -> None:
+    prepare(workspace, recipe)
+    generate(workspace, recipe, "B1")
+    with open(workspace.prepared("B1").responses, "a") as file:
+        file.write('{"row":3}\n')
+    assert decide("generate", "B1", workspace, recipe).action == "resume"
+
+
+def test_a_restart_moves_rows_away_once_per_run(workspace: Workspace, recipe: Recipe) -> None:
+    prepare(workspace, recipe)
+    generate(workspace, recipe, "B1")
+
+    def action(run_id: str) -> str:
+        return decide("generate", "B1", workspace, recipe, mode="restart", run_id=run_id).action
+
+    assert action("run 1") == "restart"
+    workspace.prepared("B1").archive("run 1").mkdir(parents=True)
+    assert action("run 1") == "done"
+    assert action("run 2") == "restart"
+
+
+def test_another_sampling_is_not_done(tmp_path: Path, workspace: Workspace, recipe: Recipe) -> None:
+    prepare(workspace, recipe)
+    generate(workspace, recipe, "B1")
+    other = make_recipe(tmp_path, generate={"temperature": 0.1})
+    assert decide("generate", "B1", workspace, other).action == "resume"
+
+
+def test_validation_follows_the_rows(workspace: Workspace, recipe: Recipe) -> None:
+    prepare(workspace, recipe)
+    assert decide("validate", "B1", workspace, recipe).action == "wait"
+    generate(workspace, recipe, "B1")
+    validate(workspace, recipe, "B1")
+    assert decide("validate", "B1", workspace, recipe).action == "done"
+    with open(workspace.prepared("B1").responses, "a") as file:
+        file.write('{"row":3}\n')
+    plan = decide("validate", "B1", workspace, recipe)
+    assert (plan.action, plan.reason) == ("start", "changed since it was done: responses")
+
+
+def test_a_join_names_what_is_missing_and_its_digest_follows_the_files(
+    workspace: Workspace, recipe: Recipe
+) -> None:
+    prepare(workspace, recipe)
+    generate(workspace, recipe, "B1")
+    validate(workspace, recipe, "B1")
+    before = joined("validate", workspace, recipe)
+    assert before["missing"] == ["B2"]
+    generate(workspace, recipe, "B2")
+    validate(workspace, recipe, "B2")
+    after = joined("validate", workspace, recipe)
+    assert after["missing"] == []
+    assert after["digest"] != before["digest"]
+    assert joined("validate", workspace, recipe) == after
+
+
+def test_another_set_of_states_is_another_training_run(
+    workspace: Workspace, recipe: Recipe
+) -> None:
+    for name in recipe.dataset_names:
+        write_json(workspace.hidden_states(name).manifest, {"extract": {"files": {}}})
+    first = run_name(workspace, recipe)
+    assert run_name(workspace, recipe) == first
+    write_json(workspace.hidden_states("B2").manifest, {"extract": {"files": {"a": 1}}})
+    assert run_name(workspace, recipe) != first
+
+
+def test_planning_writes_nothing(workspace: Workspace, recipe: Recipe) -> None:
+    prepare(workspace, recipe)
+    generate(workspace, recipe, "B1")
+
+    def state() -> dict[str, int]:
+        return {str(p): p.stat().st_mtime_ns for p in workspace.root.rglob("*")}
+
+    before = state()
+    for phase in ("prepare", "generate", "validate", "extract", "train", "evaluate", "export"):
+        decide(phase, "all" if phase in ("prepare", "train", "export") else "B1", workspace, recipe)
+    assert state() == before
+
+
+def test_a_missing_source_and_a_missing_target_are_one_sentence_each(
+    tmp_path: Path, workspace: Workspace, recipe: Recipe
+) -> None:
+    source = Path(recipe.datasets[1].path)
+    source.rename(tmp_path / "elsewhere")
+    with pytest.raises(RecipeError, match=r"B2: source .*B2\.jsonl cannot be read"):
+        inputs("prepare", "all", workspace, recipe)
+    (tmp_path / "elsewhere").rename(source)
+    (tmp_path / "target" / "tokenizer.json").unlink()
+    with pytest.raises(RecipeError, match=r"no tokenizer in .*target: correct target\.path"):
+        decide("prepare", "all", workspace, recipe)
