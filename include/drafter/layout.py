@@ -2,7 +2,7 @@
 
     <workspace>/
       code/<sha256>/drafter/       deployed copies of this package (see gpu_host.deploy)
-      recipe.json  drafter         resolved recipe and launcher of the newest code
+      recipe.json  bin/drafter     resolved recipe and launcher of the newest code
       prepared/<dataset>/
         .lock                      flock: one writer per dataset (supervisor, CLI, restart)
         prompts.jsonl              sample_id, messages, tools, source {id, row, revision}
@@ -178,7 +178,7 @@ class Workspace:
 
     @property
     def launcher(self) -> Path:
-        return self.root / "drafter"
+        return self.root / "bin" / "drafter"
 
     def code(self, sha256: str) -> Path:
         return self.root / "code" / sha256
@@ -233,13 +233,14 @@ def whole_file(path: Path) -> Iterator[Path]:
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` so that ``path`` is either as before or complete."""
     with whole_file(path) as partial:
-        partial.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        partial.write_text(text, encoding="utf-8")
 
 
 def read_json(path: Path) -> Any:
     """Raises DataError naming the file when it is missing or is not JSON."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{path} is missing: run the phase that writes it first") from None
     except ValueError as error:

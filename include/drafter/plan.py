@@ -28,8 +28,10 @@ TOKENIZER_FILES = (
     "*.model",
     "*.tiktoken",
     "chat_template*",
+    "*.py",
 )
-"""What decides a tokenizer's behaviour, as found in public checkpoints (slow, fast, tiktoken)."""
+"""What decides a tokenizer's behaviour, as found in public checkpoints: slow, fast and tiktoken,
+templates, and the code beside them (Kimi-K2.5 declares tools in Python)."""
 
 
 @dataclass(frozen=True)
