@@ -1,0 +1,228 @@
+"""prepare: rows of every source to prompts, deduplicated, in a fixed order, rendered to ids.
+
+One job over all datasets, because no prompt is to be answered twice: of rows with one content the
+first dataset of the recipe keeps one, whatever the order of the rows. Contents that differ in case
+or white space only count as one. What is left is ordered by sha256(seed, sample id), so that a
+shuffled source gives the same prompts; those above ``max_prompt_tokens`` are dropped, then
+``max_samples`` are taken. Every row is accounted for: source_rows = prompts + sum(dropped).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import struct
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from drafter import layout, plan, prompts, template
+from drafter.errors import DataError, RecipeError
+from drafter.job import Job
+from drafter.layout import ALL, Prepared
+from drafter.recipe import Dataset
+from drafter.sources import CONVERT, reading
+from drafter.sources.prompt import Prompt, mapped
+from drafter.spool import Spool
+
+_KEY = struct.Struct(">16sH8sQ")
+"""What memory keeps of a converted row: hash of its content without case and white space, position
+of its dataset in the recipe, hash of its content, offset in the spool. Of equal contents the one
+that sorts first wins."""
+
+Kept = tuple[str, int]
+"""Sample id, offset in the spool."""
+
+
+@dataclass
+class Tally:
+    """Where the rows of one dataset went."""
+
+    source_rows: int = 0
+    prompts: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def story(self) -> str:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items()))
+        return f"{self.prompts} prompts of {self.source_rows} rows ({reasons or 'none dropped'})"
+
+
+def run(job: Job) -> None:
+    """Write prompts.jsonl and prompt_ids.jsonl of every dataset of the recipe.
+
+    Raises RecipeError for a source or target that is not there and for responses of another target,
+    DataError for a damaged source and for a dataset of which no prompt is left. In mode "restart"
+    another target is accepted: generate moves the old responses away before it answers anything.
+    """
+    recipe, workspace = job.recipe, job.workspace
+    inputs = plan.inputs("prepare", ALL, workspace, recipe)
+    before = plan.read_phase("prepare", ALL, workspace, recipe)
+    if before and before["inputs"] == inputs:
+        job.report(done=True, changed=False, line="the prompts are up to date")
+        return
+    identity = {"target": recipe.target.path, **plan.target_identity(recipe)}
+    if job.mode != "restart":
+        for name in recipe.dataset_names:
+            _refuse_another_identity(name, workspace.prepared(name), identity)
+    tokenizer = template.load_tokenizer(Path(recipe.target.path))
+    render = functools.partial(template.render, tokenizer, thinking=recipe.target.thinking)
+    tallies = {name: Tally() for name in recipe.dataset_names}
+    pace = _Pace(job)
+    changed = False
+    with tempfile.TemporaryFile(dir=job.dir.root) as file:
+        spool = Spool(file)
+        kept = _deduplicated(list(_converted(recipe.datasets, spool, tallies, pace)), tallies)
+        for source in recipe.datasets:
+            tally, prepared = tallies[source.name], workspace.prepared(source.name)
+            selected = _selected(job, source, kept.pop(source.name), spool, render, tally, pace)
+            print(f"{source.name}: {tally.story()}", flush=True)
+            if not selected:
+                continue
+            with layout.locked(prepared.lock):
+                num_retired = prompts.write(prepared, selected, spool, render)
+                section = {
+                    "inputs": inputs,
+                    "identity": identity,
+                    "counts": {
+                        "source_rows": tally.source_rows,
+                        "prompts": tally.prompts,
+                        "retired": num_retired,
+                        "dropped": dict(tally.dropped),
+                    },
+                    "files": {
+                        path.name: layout.file_record(path)
+                        for path in (prepared.prompts, prepared.prompt_ids)
+                    },
+                }
+                changed |= layout.write_section(prepared.manifest, "prepare", section)
+    _finish(job, tallies, changed)
+
+
+def sample_id(dataset: str, content_sha256: str) -> str:
+    """By the content {messages, tools} as canonical JSON, so that no shuffle or limit moves it."""
+    return f"{dataset}-{content_sha256[:16]}"
+
+
+def _refuse_another_identity(name: str, prepared: Prepared, identity: dict[str, Any]) -> None:
+    """Ids of one tokenizer must not stand beside responses of another."""
+    section = layout.read_section(prepared.manifest, "prepare")
+    if section is None or not prompts.has_responses(prepared):
+        return
+    for key, wanted in identity.items():
+        found = section["identity"].get(key)
+        # The target may have moved: what it is made of decides.
+        if key != "target" and found != wanted:
+            raise RecipeError(
+                f"{name} has responses for {key} {found}, the recipe now means {wanted}: use"
+                " another workspace, or restart the dataset"
+            )
+
+
+def _converted(
+    sources: tuple[Dataset, ...], spool: Spool, tallies: dict[str, Tally], pace: _Pace
+) -> Iterator[bytes]:
+    """Write the prompt of every row to the spool; a key for each."""
+    for rank, source in enumerate(sources):
+        convert, tally = CONVERT[source.format], tallies[source.name]
+        for number, row in enumerate(reading.rows(Path(source.path))):
+            pace.tick(dataset=source.name, source_rows=number)
+            tally.source_rows += 1
+            prompt = convert(row) if isinstance(row, dict) else row
+            if isinstance(prompt, str):
+                tally.dropped[prompt] += 1
+                continue
+            content = prompt.content
+            whole = layout.digest(content)
+            folded = layout.digest(mapped(content, _fold))
+            origin = {"id": prompt.source_id, "row": number, "revision": source.revision}
+            offset = spool.append({**content, "source": origin})
+            yield _KEY.pack(bytes.fromhex(folded)[:16], rank, bytes.fromhex(whole)[:8], offset)
+
+
+def _fold(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _deduplicated(keys: list[bytes], tallies: dict[str, Tally]) -> dict[str, list[Kept]]:
+    """What each dataset keeps; the rest is counted as dropped."""
+    names = list(tallies)
+    kept: dict[str, list[Kept]] = {name: [] for name in names}
+    keys.sort()
+    for _, alike in itertools.groupby(keys, key=lambda key: key[:16]):
+        best, *others = alike
+        _, first, winner, offset = _KEY.unpack(best)
+        kept[names[first]].append((sample_id(names[first], winner.hex()), offset))
+        for key in others:
+            _, rank, whole, _ = _KEY.unpack(key)
+            reason = "duplicate" if whole == winner else "near duplicate"
+            place = "" if rank == first else f" of {names[first]}"
+            tallies[names[rank]].dropped[reason + place] += 1
+    return kept
+
+
+def _selected(
+    job: Job,
+    source: Dataset,
+    kept: list[Kept],
+    spool: Spool,
+    render: prompts.Render,
+    tally: Tally,
+    pace: _Pace,
+) -> dict[str, int]:
+    """Sample id -> offset of its lines for the two files, in the order of answering."""
+    rules = job.recipe.generate
+    kept.sort(key=lambda prompt: hashlib.sha256(f"{rules.seed} {prompt[0]}".encode()).digest())
+    selected: dict[str, int] = {}
+    for number, (identity, offset) in enumerate(kept):
+        if len(selected) == source.max_samples:
+            tally.dropped["beyond max_samples"] += len(kept) - number
+            break
+        pace.tick(dataset=source.name, rendered=number, prompts=len(selected))
+        row = orjson.loads(spool.lines(offset)[0])
+        try:
+            input_ids = render(Prompt(row["messages"], row["tools"]))
+        except DataError:
+            tally.dropped["refused by the template"] += 1
+            continue
+        if len(input_ids) > rules.max_prompt_tokens:
+            tally.dropped["longer than max_prompt_tokens"] += 1
+            continue
+        selected[identity] = spool.append(
+            {"sample_id": identity, **row}, {"sample_id": identity, "input_ids": input_ids}
+        )
+    tally.prompts = len(selected)
+    return selected
+
+
+def _finish(job: Job, tallies: dict[str, Tally], changed: bool) -> None:
+    empty = [f"{name}: {tally.story()}" for name, tally in tallies.items() if not tally.prompts]
+    if empty:
+        raise DataError(
+            f"no prompt is left in {'; '.join(empty)}: correct its path, its format or"
+            " generate.max_prompt_tokens in the recipe"
+        )
+    source_rows = sum(tally.source_rows for tally in tallies.values())
+    num_prompts = sum(tally.prompts for tally in tallies.values())
+    line = f"{num_prompts} prompts of {source_rows} rows in {len(tallies)} datasets"
+    print(line, flush=True)
+    job.report(done=True, changed=changed, source_rows=source_rows, prompts=num_prompts, line=line)
+
+
+class _Pace:
+    """Reports once a second, however often it is asked."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._next = time.monotonic()
+
+    def tick(self, **numbers: Any) -> None:
+        if time.monotonic() >= self._next:
+            self._job.report(**numbers)
+            self._next = time.monotonic() + 1

@@ -1,0 +1,32 @@
+"""The eight prompt sources: one module per format, each with a pure ``convert(row)``.
+
+A converter gives a :class:`~drafter.sources.prompt.Prompt`, or a str: why the row gives none. No
+row makes it raise.
+"""
+
+from collections.abc import Mapping
+
+from drafter.recipe import SourceFormat
+from drafter.sources import (
+    glaive,
+    magicoder,
+    mixturethoughts,
+    opencodeinstruct,
+    openthoughts,
+    sharegpt,
+    sweagent,
+    ultrachat,
+)
+from drafter.sources.prompt import Converter
+
+CONVERT: Mapping[SourceFormat, Converter] = {
+    "glaive": glaive.convert,
+    "opencodeinstruct": opencodeinstruct.convert,
+    "magicoder": magicoder.convert,
+    "mixturethoughts": mixturethoughts.convert,
+    "openthoughts": openthoughts.convert,
+    "ultrachat": ultrachat.convert,
+    "sharegpt": sharegpt.convert,
+    "sweagent": sweagent.convert,
+}
+"""Recipe's ``format`` -> converter."""

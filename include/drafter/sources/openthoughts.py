@@ -1,0 +1,33 @@
+"""OpenThoughts 1 to 3: the first question of a row.
+
+Version 3 writes human and gpt, the others user and assistant; the metadata variant of the first has
+``problem`` instead of a conversation, the second version repeats its ``question``. ``system`` is
+dropped: it demands its own markup of thoughts. Version 3 repeats each question 16 times; prepare
+keeps one.
+"""
+
+from __future__ import annotations
+
+from drafter.sources.prompt import Prompt, Row, one_turn, turns
+
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+}
+
+
+def convert(row: Row) -> Prompt | str:
+    identity = row.get("id")
+    if row.get("conversations") is None:
+        problem = row.get("problem")
+        return one_turn(row.get("question") if problem is None else problem, identity)
+    messages = turns(row["conversations"], ROLES, "from", "value")
+    if isinstance(messages, str):
+        return messages
+    for message in messages:
+        if message["role"] == "user":
+            return one_turn(message["content"], identity)
+    return "no user turn"

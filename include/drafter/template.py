@@ -1,0 +1,222 @@
+"""The target's own prompt format: conversations to token ids, and what its control tokens are.
+
+Rendering is the tokenizer's ``apply_chat_template``, once; nothing is ever decoded and encoded
+again. What people wrote stays text: ``<think>`` or ``<|im_end|>`` in a message must not become
+control ids. Tokenizers cannot be asked for that alone (``split_special_tokens`` leaves tokens such
+as Kimi's tool markers alone, whose ``special`` flag is false). So a private-use character is set
+inside every such string before rendering, and the rendered text is cut at those characters and
+encoded piece by piece: no piece holds a whole one. Prompts without such strings go through the
+tokenizer in one piece.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from drafter.errors import DataError, RecipeError
+from drafter.layout import read_json
+from drafter.rows import Family
+from drafter.sources.prompt import Message, Prompt, mapped
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+"""As Kimi, Qwen and DeepSeek spell them; their ids are the tokenizer's."""
+
+_PROBE = "probe"
+
+
+def load_tokenizer(target: Path) -> Any:
+    """The target's tokenizer, with code of its own (Kimi has some). RecipeError if unusable."""
+    from transformers import AutoTokenizer
+
+    if not target.is_dir():
+        raise RecipeError(f"no target at {target}: correct target.path, a path on the GPU host")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            target, trust_remote_code=True, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise RecipeError(
+            f"no tokenizer loads from {target} ({reason}): correct target.path"
+        ) from None
+    if not tokenizer.chat_template:
+        raise RecipeError(
+            f"the tokenizer in {target} has no chat template: add its chat_template.jinja"
+        )
+    return tokenizer
+
+
+def render(tokenizer: Any, prompt: Prompt, thinking: bool) -> list[int]:
+    """Ids of ``prompt`` up to where the target speaks. DataError when the template refuses it."""
+    text = "\n".join(_strings(prompt.content))
+    if not _control_pattern(tokenizer).search(text):
+        ids: list[int] = _apply(tokenizer, prompt, thinking, tokenize=True)
+        return ids
+    cut = _unused_character(text)
+    marked = Prompt(
+        _cut_open(tokenizer, prompt.messages, cut), _cut_open(tokenizer, prompt.tools, cut)
+    )
+    rendered = _apply(tokenizer, marked, thinking, tokenize=False)
+    # A template that writes tools as JSON may have escaped it.
+    pieces = re.split(f"{cut}|\\\\u{ord(cut):04x}", rendered)
+    return [i for piece in pieces for i in _encode(tokenizer, piece)]
+
+
+def family(target: Path) -> Family:
+    """The control tokens of a model, read from its tokenizer, template and configs."""
+    tokenizer = load_tokenizer(target)
+    controls = control_tokens(tokenizer)
+    config = read_json(target / "config.json")
+    generation = target / "generation_config.json"
+    user = {"role": "user", "content": "?"}
+    said = _history(tokenizer, [user, {"role": "assistant", "content": _PROBE}])
+    called = _called(tokenizer, user)
+    in_text = _control_pattern(tokenizer).findall
+    after_answer = in_text(said.rpartition(_PROBE)[2])[:1]
+    thinks = THINK_CLOSE in controls and THINK_CLOSE in _template(tokenizer)
+    markup = {token for token in in_text(called) if token not in (THINK_OPEN, THINK_CLOSE)}
+    markup -= set(in_text(said))
+    before_name = set(in_text(called.partition(_PROBE)[0]))
+    eos = [
+        *_as_list(config.get("eos_token_id")),
+        *_as_list(config.get("text_config", {}).get("eos_token_id")),
+        *_as_list(read_json(generation).get("eos_token_id") if generation.exists() else None),
+        *_as_list(tokenizer.eos_token_id),
+    ]
+    return Family(
+        think_open=controls.get(THINK_OPEN) if thinks else None,
+        think_close=controls[THINK_CLOSE] if thinks else None,
+        prefilled=thinks and _ends_in_thinking(tokenizer, user),
+        tool_begin=frozenset(controls[token] for token in markup & before_name),
+        tool_ids=frozenset(controls[token] for token in markup),
+        stop_ids=frozenset([*eos, *(controls[token] for token in after_answer)]),
+        vocab_size=config.get("vocab_size") or config["text_config"]["vocab_size"],
+        blank_ids=_blank_ids(tokenizer),
+    )
+
+
+def control_tokens(tokenizer: Any) -> dict[str, int]:
+    """Every string that the tokenizer turns into one id of its own, whatever its ``special`` flag.
+
+    Added words and added white space (some tokenizers have runs of line ends) are ordinary text.
+    """
+    added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+    # Kimi's tokenizer keeps its reserved names here and nowhere else.
+    own = getattr(tokenizer, "special_tokens", None)
+    tokens = {**added, **(own if isinstance(own, dict) else {})}
+    return {
+        token: i
+        for token, i in tokens.items()
+        if len(token) > 1 and not token.isalnum() and not token.isspace()
+    }
+
+
+@functools.lru_cache(maxsize=4)
+def _control_pattern(tokenizer: Any) -> re.Pattern[str]:
+    longest_first = sorted(control_tokens(tokenizer), key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+    elif isinstance(value, dict):
+        yield from value
+        for item in value.values():
+            yield from _strings(item)
+
+
+def _cut_open(tokenizer: Any, value: Any, cut: str) -> Any:
+    """``value`` with ``cut`` behind the first character of every control string in it."""
+    pattern = re.compile(f"(?={_control_pattern(tokenizer).pattern})(.)", re.DOTALL)
+    return mapped(value, lambda text: pattern.sub(rf"\1{cut}", text))
+
+
+def _unused_character(text: str) -> str:
+    """A private-use character of which ``text`` holds neither itself nor its JSON escape."""
+    lower = text.lower()
+    for code in range(0xE000, 0xF900):
+        if chr(code) not in text and f"\\u{code:04x}" not in lower:
+            return chr(code)
+    raise DataError("the prompt holds control strings and every private-use character: remove it")
+
+
+def _apply(tokenizer: Any, prompt: Prompt, thinking: bool, tokenize: bool) -> Any:
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            prompt.messages,
+            tools=prompt.tools,
+            add_generation_prompt=True,
+            tokenize=tokenize,
+            return_dict=False,
+            # Kimi and DeepSeek read the first, Qwen the second; others are ignored.
+            thinking=thinking,
+            enable_thinking=thinking,
+        )
+    except TemplateError as error:
+        raise DataError(f"the target's template refuses the prompt: {error}") from None
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    """As ``apply_chat_template`` encodes what it has rendered."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _template(tokenizer: Any) -> str:
+    text: str = tokenizer.get_chat_template()
+    return text
+
+
+def _history(tokenizer: Any, messages: list[Message]) -> str:
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    return text
+
+
+def _called(tokenizer: Any, user: Message) -> str:
+    """A rendered tool call; empty when the template knows none."""
+    from jinja2 import TemplateError
+
+    no_arguments: tuple[str | dict[str, Any], ...] = ("{}", {})
+    for arguments in no_arguments:
+        function = {"name": _PROBE, "arguments": arguments}
+        calls = [{"id": f"functions.{_PROBE}:0", "type": "function", "function": function}]
+        try:
+            text = _history(
+                tokenizer, [user, {"role": "assistant", "content": "", "tool_calls": calls}]
+            )
+        except (TemplateError, TypeError):
+            continue
+        return text if _PROBE in text else ""
+    return ""
+
+
+def _ends_in_thinking(tokenizer: Any, user: Message) -> bool:
+    text: str = _apply(tokenizer, Prompt([user]), thinking=True, tokenize=False)
+    return text.rfind(THINK_OPEN) > text.rfind(THINK_CLOSE)
+
+
+def _blank_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids that decode to white space only."""
+    # Only tokens without a visible ASCII character can: decoding each of 160,000 would take long.
+    visible = re.compile(r"[!-~]")
+    maybe = [
+        i
+        for token, i in tokenizer.get_vocab().items()
+        if not visible.search(token) or token.startswith("<0x")
+    ]
+    return frozenset(i for i in maybe if tokenizer.decode([i]).isspace())
+
+
+def _as_list(value: Any) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]
