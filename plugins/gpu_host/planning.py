@@ -1,0 +1,97 @@
+"""The first and the last task over all datasets: what will be done, and is it done everywhere?"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from airflow.sdk import Asset, BaseOperator
+from airflow.sdk.exceptions import AirflowSkipException
+
+from drafter.recipe import Recipe
+from gpu_host.hooks import GpuHostHook
+from gpu_host.operators import output_of
+
+PLAN_TIMEOUT_S = 600
+"""The plan may hash files: about a second per GB."""
+
+
+class PlanOperator(BaseOperator):
+    """Log what ``phase`` will do per dataset and why; return the names to map over.
+
+    A run that was started by events of single datasets maps over those; any other run over the
+    ``datasets`` of its trigger form. With ``plan_only`` nothing is mapped, so nothing runs. The
+    plan itself is the XCom ``plan``.
+    """
+
+    template_fields = ("code",)
+
+    def __init__(self, *, recipe: Recipe, code: str, phase: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.recipe = recipe
+        self.code = code
+        self.phase = phase
+
+    def execute(self, context: Any) -> list[str]:
+        params = context["params"]
+        names = _of_events(context, self.recipe) or list(params["datasets"])
+        command = ["plan", self.phase, *names, "--json", "--run-id", context["run_id"]]
+        if params.get("mode"):
+            command += ["--mode", params["mode"]]
+        if params.get("token_budget"):
+            command += ["--token-budget", str(params["token_budget"])]
+        with GpuHostHook.of(self.recipe.host, self.code) as hook:
+            output = output_of(self.log, hook, command, timeout_s=PLAN_TIMEOUT_S)
+        *lines, last = output.splitlines()
+        for line in lines:
+            self.log.info("%s", line)
+        context["ti"].xcom_push(key="plan", value=json.loads(last))
+        if params["plan_only"]:
+            self.log.info("plan_only is set: nothing is started")
+            return []
+        return names
+
+
+class JoinOperator(BaseOperator):
+    """Announce ``asset`` once per new set over all datasets of the recipe.
+
+    Looks at the manifests on the host, not at this run: a dataset repaired later, in a run of its
+    own, completes the set too. Skipped, and silent, while a dataset is missing or when this very
+    set was announced before (its digest is on the asset's last event).
+    """
+
+    template_fields = ("code",)
+
+    def __init__(
+        self, *, recipe: Recipe, code: str, phase: str, asset: Asset, **kwargs: Any
+    ) -> None:
+        super().__init__(**{"outlets": [asset], "inlets": [asset], **kwargs})
+        self.recipe = recipe
+        self.code = code
+        self.phase = phase
+        self.asset = asset
+
+    def execute(self, context: Any) -> dict[str, Any]:
+        with GpuHostHook.of(self.recipe.host, self.code) as hook:
+            command = ["join", self.phase]
+            output = output_of(self.log, hook, command, timeout_s=PLAN_TIMEOUT_S)
+        joined: dict[str, Any] = json.loads(output.splitlines()[-1])
+        if joined["missing"]:
+            raise AirflowSkipException(
+                f"not every dataset is there: {', '.join(joined['missing'])}"
+            )
+        announced = [event.extra.get("digest") for event in context["inlet_events"][self.asset]]
+        if announced and announced[-1] == joined["digest"]:
+            raise AirflowSkipException("this set was announced before: nothing new")
+        context["outlet_events"][self.asset].extra = {"digest": joined["digest"]}
+        return joined
+
+
+def _of_events(context: Any, recipe: Recipe) -> list[str]:
+    """Datasets named by the events that started this run, in recipe order; none for other runs."""
+    named = {
+        event.extra.get("dataset")
+        for events in context["triggering_asset_events"].values()
+        for event in events
+    }
+    return [name for name in recipe.dataset_names if name in named]
