@@ -1,0 +1,1 @@
+"""Servers of the target model that the project brings itself."""

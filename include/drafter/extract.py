@@ -1,0 +1,262 @@
+"""Hidden states of the target over prompt and response, as EAGLE-3 training reads them.
+
+Rows go into shards in the order of tokenized_data.jsonl; inside a shard, rows of similar length
+share a batch. Which rows make a shard, and which a batch, follows from the file and the recipe
+alone (shard_plan.py), so a run that was killed anywhere ends in the same bytes: whole shards are
+kept, the rest is made (shard_maker.py), past every gate (gates.py).
+Memory holds one shard and two numbers per row, whatever the dataset's size.
+
+Manifest section ``extract``: identity {target, revision, aux_layers, dtype, norm, hidden_size},
+counts {rows, tokens, shards, left_out: {reason: n}}, gates {reference_error, alone_error: largest
+median relative errors; argmax_share, response_tokens}, files.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafter import gates, plan
+from drafter.errors import DataError, RecipeError
+from drafter.job import Job
+from drafter.layout import HiddenStates, digest, file_record, read_section, write_section
+from drafter.shard_maker import OpenBackend, ShardMaker, Task
+from drafter.shard_plan import Footprint, RowIndex, check_room, gib, index_rows, plan_shards
+from drafter.shards import ShardHeader, read_header, write_shard
+from drafter.target_head import text_config
+
+TOO_LONG = "longer than max_length"
+_REPORT_SECONDS = 1.0
+
+
+def run(job: Job) -> None:
+    """The phase. DataError when a gate fails, RecipeError when target or disk do not fit."""
+    from drafter.engines.transformers import TransformersBackend
+
+    extract(job, TransformersBackend)
+
+
+def extract(job: Job, open_backend: OpenBackend) -> None:
+    """``run`` with the engine given. It is opened only when a shard is missing."""
+    work = _work(job)
+    section = read_section(work.hidden.manifest, "extract")
+    if section is not None and section["inputs"] == work.inputs and _intact(work.hidden, section):
+        _finish(job, section, changed=False)
+        return
+    index = index_rows(work.task.tokenized, work.task.settings.max_length)
+    shards = plan_shards(index.lengths, work.task.settings.shard_tokens)
+    kept, stale = _on_disk(work, len(shards))
+    _forecast(job.dataset, work, index, len(shards), len(kept))
+    if stale or len(kept) < len(shards):
+        # Not even for a while may a manifest stand beside shards that it does not describe.
+        work.hidden.manifest.unlink(missing_ok=True)
+    for path in stale:
+        path.unlink()
+    files = {work.hidden.shard(i).name: file_record(work.hidden.shard(i)) for i in kept}
+    if len(kept) < len(shards):
+        present = sum(index.lengths[row] for i in kept for row in shards[i])
+        progress = _Progress(job, present, sum(index.lengths))
+        maker = ShardMaker(work.task, index, open_backend, progress.advance)
+        for i in sorted(set(range(len(shards))) - set(kept)):
+            path = work.hidden.shard(i)
+            shard = maker.make(i, shards[i])
+            files[path.name] = write_shard(path, shard)
+            kept[i] = shard.header.gates
+            print(
+                f"shard {i + 1} of {len(shards)}: {len(shard)} rows, {len(shard.input_ids_T):,} "
+                f"tokens, argmax share {_share([kept[i]]):.1%}",
+                flush=True,
+            )
+    section = _section(work, index, [kept[i] for i in range(len(shards))], files)
+    _finish(job, section, changed=write_section(work.hidden.manifest, "extract", section))
+
+
+def choose_aux_layers(num_layers: int, chosen: Sequence[int] | None) -> tuple[int, ...]:
+    """The recipe's layers, or [2, n//2, n-3]. RecipeError unless they are three of the target's."""
+    layers = tuple(chosen or (2, num_layers // 2, num_layers - 3))
+    if len(set(layers)) == 3 and all(0 <= layer < num_layers for layer in layers):
+        return layers
+    origin = "extract.aux_layers" if chosen else "the default [2, n//2, n-3]"
+    raise RecipeError(
+        f"{origin} gives {list(layers)} for a target of {num_layers} layers: set "
+        f"extract.aux_layers to three different ids in 0..{num_layers - 1}"
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One dataset's extraction as files and recipe describe it, before anything is loaded."""
+
+    inputs: dict[str, Any]
+    identity: dict[str, Any]
+    hidden: HiddenStates
+    task: Task
+
+
+def _work(job: Job) -> _Work:
+    recipe, prepared = job.recipe, job.workspace.prepared(job.dataset)
+    inputs = plan.inputs("extract", job.dataset, job.workspace, recipe)
+    if not prepared.tokenized.exists() or file_record(prepared.tokenized) != inputs["tokenized"]:
+        raise DataError(f"{prepared.tokenized} is not as validate left it: run validate again")
+    target = Path(recipe.target.path)
+    config = text_config(target)
+    absent = {"num_hidden_layers", "hidden_size", "vocab_size"} - config.keys()
+    if absent:
+        raise RecipeError(f"{target}/config.json does not give {', '.join(sorted(absent))}: add it")
+    aux_layers = choose_aux_layers(config["num_hidden_layers"], recipe.extract.aux_layers)
+    # The bound that only judges a shard is left out: another one costs no second extraction.
+    rules = recipe.extract.model_dump(mode="json", exclude={"min_argmax_share"})
+    return _Work(
+        inputs=inputs,
+        identity={
+            "target": recipe.target.path,
+            "revision": recipe.target.revision,
+            "aux_layers": list(aux_layers),
+            "dtype": recipe.extract.dtype,
+            "norm": "before",
+            "hidden_size": config["hidden_size"],
+        },
+        hidden=job.workspace.hidden_states(job.dataset),
+        task=Task(
+            target=target,
+            tokenized=prepared.tokenized,
+            tokenized_sha256=inputs["tokenized"]["sha256"],
+            shards_sha256=digest({**inputs, "extract": {**rules, "aux_layers": aux_layers}}),
+            settings=recipe.extract,
+            aux_layers=aux_layers,
+            hidden_size=config["hidden_size"],
+            vocab_size=config["vocab_size"],
+        ),
+    )
+
+
+def _intact(hidden: HiddenStates, section: dict[str, Any]) -> bool:
+    """Whether the files of a finished section are all there, in their sizes."""
+    return all(
+        (path := hidden.root / name).exists() and path.stat().st_size == record["bytes"]
+        for name, record in section["files"].items()
+    )
+
+
+def _on_disk(work: _Work, num_shards: int) -> tuple[dict[int, dict[str, float]], list[Path]]:
+    """What the gates measured on shards of this very work, and files of any other that must go."""
+    wanted = {work.hidden.shard(i): i for i in range(num_shards)}
+    kept: dict[int, dict[str, float]] = {}
+    stale = []
+    for path in sorted(work.hidden.root.glob("*shard-*")):
+        header = _header(path) if path in wanted else None
+        if header is None or header.extract_sha256 != work.task.shards_sha256:
+            stale.append(path)
+            continue
+        kept[wanted[path]] = numbers = header.gates
+        bound = work.task.settings.min_argmax_share
+        if gates.share_too_low(numbers["argmax_matches"], numbers["response_tokens"], bound):
+            raise DataError(
+                f"{path}: argmax lm_head(norm(final)) is the next token for "
+                f"{_share([numbers]):.1%} of its response tokens, needed {bound:.1%}: lower "
+                "extract.min_argmax_share, or delete the shard to have it made anew"
+            )
+    return kept, stale
+
+
+def _header(path: Path) -> ShardHeader | None:
+    try:
+        return read_header(path)
+    except DataError:
+        return None
+
+
+def _forecast(dataset: str, work: _Work, index: RowIndex, num_shards: int, num_kept: int) -> None:
+    """Say what will be written, before anything is. RecipeError when the disk lacks room."""
+    work.hidden.root.mkdir(parents=True, exist_ok=True)
+    footprint = Footprint(
+        len(work.task.aux_layers), work.task.hidden_size, work.task.dtype.itemsize
+    )
+    present = sum(path.stat().st_size for path in work.hidden.root.glob("*shard-*"))
+    free = shutil.disk_usage(work.hidden.root).free
+    needed = check_room(dataset, index.lengths, num_shards, footprint, free + present)
+    print(
+        f"{dataset}: {len(index.lengths):,} rows, {sum(index.lengths):,} tokens, {num_shards} "
+        f"shards of {gib(needed)} in all, {num_kept} of them kept; {gib(free)} free; "
+        f"{index.left_out:,} rows left out, {TOO_LONG} {work.task.settings.max_length}",
+        flush=True,
+    )
+
+
+def _section(
+    work: _Work,
+    index: RowIndex,
+    measured: Sequence[dict[str, float]],
+    files: dict[str, Any],
+) -> dict[str, Any]:
+    numbers = {}
+    if measured:
+        numbers = {
+            "reference_error": max(shard["reference_error"] for shard in measured),
+            "alone_error": max(shard["alone_error"] for shard in measured),
+            "argmax_share": _share(measured),
+            "response_tokens": sum(shard["response_tokens"] for shard in measured),
+        }
+    return {
+        "inputs": work.inputs,
+        "identity": work.identity,
+        "counts": {
+            "rows": len(index.lengths),
+            "tokens": sum(index.lengths),
+            "shards": len(measured),
+            "left_out": {TOO_LONG: index.left_out} if index.left_out else {},
+        },
+        "gates": numbers,
+        "files": files,
+    }
+
+
+def _share(measured: Sequence[dict[str, float]]) -> float:
+    total = sum(shard["response_tokens"] for shard in measured)
+    return sum(shard["argmax_matches"] for shard in measured) / total if total else 1.0
+
+
+def _finish(job: Job, section: dict[str, Any], *, changed: bool) -> None:
+    counts, numbers = section["counts"], section["gates"]
+    share = f", argmax share {numbers['argmax_share']:.1%}" if numbers else ""
+    left_out = "".join(f", {n:,} left out ({why})" for why, n in counts["left_out"].items())
+    line = (
+        f"{counts['rows']:,} rows, {counts['tokens']:,} tokens in {counts['shards']} shards"
+        f"{left_out}{share}{'' if changed else ', unchanged'}"
+    )
+    print(f"{job.dataset}: {line}", flush=True)
+    job.report(
+        done=True,
+        changed=changed,
+        line=line,
+        rows=counts["rows"],
+        tokens=counts["tokens"],
+        shards=counts["shards"],
+    )
+
+
+class _Progress:
+    """Reports about once a second how far this run has come."""
+
+    def __init__(self, job: Job, present_tokens: int, dataset_tokens: int) -> None:
+        self._job = job
+        self._present_tokens = present_tokens
+        self._dataset_tokens = dataset_tokens
+        self._tokens = 0
+        self._started = self._reported = time.monotonic()
+
+    def advance(self, tokens: int) -> None:
+        self._tokens += tokens
+        now = time.monotonic()
+        if now - self._reported < _REPORT_SECONDS:
+            return
+        self._reported = now
+        self._job.report(
+            tokens=self._present_tokens + self._tokens,
+            dataset_tokens=self._dataset_tokens,
+            tokens_per_second=round(self._tokens / (now - self._started), 1),
+        )

@@ -1,0 +1,477 @@
+"""Extraction stores the states of a plain forward or stops, and ends the same wherever killed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from unit.random_targets import (
+    AUX_LAYERS,
+    LAYERS,
+    greedy_rows,
+    one_thread,
+    save_target,
+    validated_job,
+    write_tokenized,
+)
+
+from drafter.engines.transformers import TransformersBackend
+from drafter.errors import DataError, RecipeError
+from drafter.extract import choose_aux_layers, extract, run
+from drafter.job import Job
+from drafter.layout import HiddenStates, read_json, read_section
+from drafter.plan import decide
+from drafter.shard_maker import OpenBackend
+from drafter.shard_plan import Footprint, check_room, plan_batches, plan_shards
+from drafter.shards import Features, read_rows, read_shard, shard_paths
+from drafter.target_head import load_head
+
+
+@dataclass(frozen=True)
+class Target:
+    directory: Path
+    model: Any
+    rows: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    directory = tmp_path_factory.mktemp("target")
+    with one_thread():
+        model = save_target(directory)
+        yield Target(directory, model, greedy_rows(model, 20))
+
+
+def hidden_of(job: Job) -> HiddenStates:
+    return job.workspace.hidden_states("B1")
+
+
+def digests(hidden: HiddenStates) -> dict[str, str]:
+    files = sorted(hidden.root.iterdir())
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def no_engine(*_: Any) -> Any:
+    raise AssertionError("an engine was opened for nothing")
+
+
+# The backend.
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "llava", "qwen2.5-vl", "deepseek-v3"])
+def test_every_layer_of_a_padded_batch_equals_a_plain_forward(tmp_path: Path, kind: str) -> None:
+    with one_thread():
+        model = save_target(tmp_path, kind)
+        layers = tuple(range(LAYERS))
+        backend = TransformersBackend(tmp_path, torch.float32, layers)
+        head = backend.head()
+        batch = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [35, 8], [9, 7, 9, 3, 2]]
+        for ids, got in zip(batch, backend.features(batch), strict=True):
+            plain = model(input_ids=torch.tensor([ids]), output_hidden_states=True)
+            want = [states[0] for states in plain.hidden_states]
+            for k in layers:
+                torch.testing.assert_close(got.aux_TAD[:, k], want[k], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(head.normed(got.final_TD), want[-1], rtol=1e-4, atol=1e-4)
+            for logits in (head.logits(got.final_TD), backend.logits_rows(got.final_TD)):
+                torch.testing.assert_close(logits, plain.logits[0], rtol=1e-4, atol=1e-3)
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused_before_it_is_random(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_target(tmp_path, "llama")
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.3.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"lacks 1 weights, first model\.layers\.3\.mlp\.up_proj"):
+        TransformersBackend(tmp_path, torch.float32, AUX_LAYERS)
+
+
+def test_a_directory_without_a_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
+    with pytest.raises(RecipeError, match=r"correct target\.path"):
+        TransformersBackend(tmp_path, torch.float32, AUX_LAYERS)
+    with pytest.raises(RecipeError, match="rms_norm_eps"):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "chosen", "layers"),
+    [
+        (61, None, (2, 30, 58)),
+        (7, None, (2, 3, 4)),
+        (4, None, None),
+        (6, None, None),
+        (4, (0, 1, 3), (0, 1, 3)),
+        (4, (1, 2, 4), None),
+        (4, (1, 1, 2), None),
+        (4, (-1, 1, 2), None),
+    ],
+)
+def test_auxiliary_layers_are_three_of_the_target_or_asked_for(
+    num_layers: int, chosen: Sequence[int] | None, layers: tuple[int, ...] | None
+) -> None:
+    if layers is not None:
+        assert choose_aux_layers(num_layers, chosen) == layers
+        return
+    with pytest.raises(RecipeError, match=r"set extract\.aux_layers"):
+        choose_aux_layers(num_layers, chosen)
+
+
+# The plan.
+
+
+def test_shards_are_consecutive_bounded_and_batches_nearly_unpadded() -> None:
+    chance = random.Random(1)
+    lengths = [min(8192, 10 + int(chance.lognormvariate(6.8, 0.8))) for _ in range(4000)]
+    shards = plan_shards(lengths, 65_536)
+    assert [row for shard in shards for row in shard] == list(range(4000))
+    assert all(sum(lengths[row] for row in shard) <= 65_536 for shard in shards)
+    padded = 0
+    for shard in shards:
+        inside = [lengths[row] for row in shard]
+        batches = plan_batches(inside, 16_384)
+        assert sorted(row for batch in batches for row in batch) == list(range(len(inside)))
+        widths = [len(batch) * max(inside[row] for row in batch) for batch in batches]
+        assert max(widths) <= 16_384
+        padded += sum(widths)
+    assert 1 - sum(lengths) / padded < 0.03
+
+
+def test_a_row_longer_than_a_shard_or_a_batch_stands_alone() -> None:
+    assert plan_shards([5, 300, 5, 5], 100) == [range(1), range(1, 2), range(2, 4)]
+    assert plan_batches([5, 300, 4], 100) == [[1], [0, 2]]
+    assert plan_shards([], 100) == []
+
+
+def test_a_disk_without_room_is_refused_with_the_length_that_would_fit() -> None:
+    footprint = Footprint(num_aux=3, hidden_size=7168, state_bytes=2)
+    lengths = [1000] * 50 + [4000] * 25 + [8000] * 10
+    needed = check_room("B1", lengths, 4, footprint, 10**12)
+    assert needed == pytest.approx(sum(lengths) * 4 * 7168 * 2, rel=0.01)
+    with pytest.raises(RecipeError, match=r"230,000 tokens need 12\.5 GiB, .* has 10 GiB") as no:
+        check_room("B1", lengths, 4, footprint, 10 * 2**30)
+    assert "set extract.max_length to 7999" in str(no.value)
+    kept = [length for length in lengths if length <= 7999]
+    assert check_room("B1", kept, 4, footprint, 10 * 2**30) < 10 * 2**30
+    with pytest.raises(RecipeError, match="no row would fit"):
+        check_room("B1", lengths, 4, footprint, 1000)
+
+
+# The phase.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_row_lands_in_order_with_the_states_of_a_plain_forward(
+    tmp_path: Path, target: Target, dtype: str
+) -> None:
+    job = validated_job(tmp_path, target.directory, target.rows, dtype=dtype)
+    run(job)
+    stored = list(read_rows(hidden_of(job)))
+    assert [row.sample_id for row in stored] == [row["sample_id"] for row in target.rows]
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == "float32" else {"rtol": 1e-2, "atol": 1e-2}
+    for row, source in zip(stored, target.rows, strict=True):
+        assert row.input_ids_T.tolist() == source["input_ids"]
+        assert row.prompt_tokens == source["prompt_tokens"]
+        plain = target.model(input_ids=row.input_ids_T[None], output_hidden_states=True)
+        for a, k in enumerate(AUX_LAYERS):
+            want = plain.hidden_states[k][0]
+            torch.testing.assert_close(row.aux_TAD[:, a].float(), want, **close)
+        normed = load_head(target.directory).normed(row.final_TD)
+        want = plain.hidden_states[-1][0]
+        assert float((normed - want).norm() / want.norm()) < 1e-2
+    for path in shard_paths(hidden_of(job)):
+        assert len(read_shard(path).input_ids_T) <= 200
+
+
+def test_the_manifest_says_what_is_there_and_the_plan_is_done(
+    tmp_path: Path, target: Target
+) -> None:
+    job = validated_job(tmp_path, target.directory, target.rows, max_length=30)
+    run(job)
+    section = read_section(hidden_of(job).manifest, "extract")
+    assert section is not None
+    kept = [row for row in target.rows if len(row["input_ids"]) <= 30]
+    counts = section["counts"]
+    assert counts["rows"] == len(kept) < len(target.rows)
+    assert counts["tokens"] == sum(len(row["input_ids"]) for row in kept)
+    assert counts["left_out"] == {"longer than max_length": len(target.rows) - len(kept)}
+    assert counts["shards"] == len(section["files"]) == len(digests(hidden_of(job))) - 1
+    for name, record in section["files"].items():
+        assert record["sha256"] == digests(hidden_of(job))[name]
+    assert section["identity"] == {
+        "target": str(target.directory),
+        "revision": "r1",
+        "aux_layers": list(AUX_LAYERS),
+        "dtype": "float32",
+        "norm": "before",
+        "hidden_size": 32,
+    }
+    assert section["gates"]["argmax_share"] == 1.0
+    assert section["gates"]["reference_error"] < 1e-5 > section["gates"]["alone_error"]
+    assert decide("extract", "B1", job.workspace, job.recipe).action == "done"
+    progress = read_json(job.dir.progress)
+    assert progress["done"] and progress["changed"]
+
+
+def test_a_second_run_opens_no_engine_and_changes_no_byte(tmp_path: Path, target: Target) -> None:
+    job = validated_job(tmp_path, target.directory, target.rows)
+    run(job)
+    before = digests(hidden_of(job))
+    extract(job, no_engine)
+    assert digests(hidden_of(job)) == before
+    assert read_json(job.dir.progress)["changed"] is False
+
+
+def test_no_accepted_row_is_no_shard_and_a_valid_manifest(tmp_path: Path, target: Target) -> None:
+    job = validated_job(tmp_path, target.directory, [])
+    extract(job, no_engine)
+    assert shard_paths(hidden_of(job)) == []
+    assert decide("extract", "B1", job.workspace, job.recipe).action == "done"
+
+
+def test_a_lost_shard_is_made_again_to_the_same_bytes(tmp_path: Path, target: Target) -> None:
+    job = validated_job(tmp_path, target.directory, target.rows)
+    run(job)
+    before = digests(hidden_of(job))
+    hidden_of(job).shard(1).unlink()
+    hidden_of(job).shard(0).write_bytes(b"torn")
+    run(job)
+    assert digests(hidden_of(job)) == before
+
+
+def test_shards_of_other_inputs_go_and_leave_no_trace(tmp_path: Path, target: Target) -> None:
+    fresh = validated_job(tmp_path / "fresh", target.directory, target.rows[:5])
+    run(fresh)
+    job = validated_job(tmp_path / "used", target.directory, target.rows)
+    run(job)
+    write_tokenized(job.workspace.prepared("B1"), target.rows[:5])
+    assert decide("extract", "B1", job.workspace, job.recipe).action == "start"
+    run(job)
+    assert digests(hidden_of(job)) == digests(hidden_of(fresh))
+
+
+def test_another_bound_is_judged_without_extracting_again(tmp_path: Path, target: Target) -> None:
+    strict = validated_job(tmp_path, target.directory, target.rows, min_argmax_share=1.0)
+    run(strict)
+    lax = validated_job(tmp_path, target.directory, target.rows, min_argmax_share=0.1)
+    extract(lax, no_engine)
+    assert decide("extract", "B1", lax.workspace, lax.recipe).action == "done"
+
+
+def test_sampled_rows_below_the_bound_are_refused_now_and_later(
+    tmp_path: Path, target: Target
+) -> None:
+    chance = random.Random(0)
+    noise = [
+        {**row, "input_ids": [chance.randrange(80) for _ in row["input_ids"]]}
+        for row in target.rows
+    ]
+    lax = validated_job(tmp_path, target.directory, noise, min_argmax_share=0.0)
+    run(lax)
+    strict = validated_job(tmp_path, target.directory, noise, min_argmax_share=0.5)
+    with pytest.raises(DataError, match=r"lower extract\.min_argmax_share"):
+        extract(strict, no_engine)
+    with pytest.raises(DataError, match=r"check target\.revision"):
+        run(validated_job(tmp_path / "new", target.directory, noise, min_argmax_share=0.5))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda rows: rows[2]["input_ids"].append(97), "the target has 0..96"),
+        (lambda rows: rows[2]["input_ids"].append(-1), "the target has 0..96"),
+        (lambda rows: rows[2].update(prompt_tokens=99), "tokenized_data.jsonl:3 has no input_ids"),
+        (lambda rows: rows[2].update(input_ids=[]), "tokenized_data.jsonl:3 has no input_ids"),
+    ],
+)
+def test_a_row_that_cannot_be_run_is_named(
+    tmp_path: Path, target: Target, spoil: Callable[[Any], Any], sentence: str
+) -> None:
+    rows = [{**row, "input_ids": list(row["input_ids"])} for row in target.rows]
+    spoil(rows)
+    with pytest.raises(DataError, match=sentence):
+        run(validated_job(tmp_path, target.directory, rows))
+
+
+def test_tokenized_data_that_changed_since_validate_is_refused(
+    tmp_path: Path, target: Target
+) -> None:
+    job = validated_job(tmp_path, target.directory, target.rows)
+    with open(job.workspace.prepared("B1").tokenized, "ab") as file:
+        file.write(b"{}\n")
+    with pytest.raises(DataError, match="not as validate left it"):
+        run(job)
+
+
+# Engines that are wrong. Each fault begins at a call, as a cache hit or a restarted server does.
+
+
+class Wrong(TransformersBackend):
+    """The target, spoiled from call ``begin`` on."""
+
+    begin = 0
+
+    def __init__(self, directory: Path, dtype: torch.dtype, aux_layers: Sequence[int]) -> None:
+        super().__init__(directory, dtype, self.watched(aux_layers))
+        self.calls = 0
+
+    def watched(self, aux_layers: Sequence[int]) -> Sequence[int]:
+        return aux_layers
+
+    def features(self, batch: list[list[int]]) -> list[Features]:
+        right = super().features(batch)
+        self.calls += 1
+        return self.spoil(right) if self.calls > self.begin else right
+
+    def spoil(self, right: list[Features]) -> list[Features]:
+        return right
+
+
+class Shifted(Wrong):
+    def spoil(self, right: list[Features]) -> list[Features]:
+        return [Features(f.aux_TAD.roll(1, 0), f.final_TD.roll(1, 0)) for f in right]
+
+
+class LayerOff(Wrong):
+    def watched(self, aux_layers: Sequence[int]) -> Sequence[int]:
+        return [k + 1 for k in aux_layers]
+
+
+class Normed(Wrong):
+    def spoil(self, right: list[Features]) -> list[Features]:
+        return [Features(f.aux_TAD, self.head().normed(f.final_TD)) for f in right]
+
+
+class Swapped(Wrong):
+    """Rows of a batch trade places; each is as long as asked for."""
+
+    def spoil(self, right: list[Features]) -> list[Features]:
+        longer = [right[0], *right[:-1]]
+        return [
+            Features(there.aux_TAD[: len(here.aux_TAD)], there.final_TD[: len(here.final_TD)])
+            for here, there in zip(right, longer, strict=True)
+        ]
+
+
+class CacheHit(Wrong):
+    def spoil(self, right: list[Features]) -> list[Features]:
+        return [Features(f.aux_TAD[3:], f.final_TD[3:]) for f in right]
+
+
+class RowLost(Wrong):
+    def spoil(self, right: list[Features]) -> list[Features]:
+        return right[1:]
+
+
+class NotFinite(Wrong):
+    def spoil(self, right: list[Features]) -> list[Features]:
+        right[-1].aux_TAD[0, 0, 0] = torch.nan
+        return right
+
+
+class Constant(Wrong):
+    def spoil(self, right: list[Features]) -> list[Features]:
+        right[-1].final_TD[:] = 1.5
+        return right
+
+
+class Repeated(Wrong):
+    def spoil(self, right: list[Features]) -> list[Features]:
+        right[-1].final_TD[1:] = right[-1].final_TD[0]
+        return right
+
+
+class NormMissing(Wrong):
+    def logits_rows(self, final_TD: torch.Tensor) -> torch.Tensor:
+        return final_TD @ self.head().lm_head.T
+
+
+class LateShifted(Shifted):
+    begin = 2
+
+
+class LateNormed(Normed):
+    begin = 2
+
+
+class LateSwapped(Swapped):
+    begin = 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "cause"),
+    [
+        (Shifted, "row off by one, position t holds the state of t - 1"),
+        (LayerOff, "layer off by +1"),
+        (Normed, "the last norm is already applied"),
+        (Swapped, "rows of its neighbour"),
+        (CacheHit, "prefix-cache hit or chunked prefill"),
+        (RowLost, "rows for a batch of"),
+        (NotFinite, "is not finite at 1 of"),
+        (Constant, "a buffer that the engine never filled"),
+        (Repeated, "one row was copied over several"),
+        (NormMissing, "logits miss the last norm"),
+        (LateShifted, "row off by one, position t holds the state of t - 1"),
+        (LateNormed, "the last norm is already applied"),
+        (LateSwapped, "differs from the same row computed alone"),
+    ],
+)
+def test_a_wrong_engine_is_stopped_with_the_sample_and_the_cause(
+    tmp_path: Path, target: Target, engine: OpenBackend, cause: str
+) -> None:
+    job = validated_job(tmp_path, target.directory, target.rows, min_argmax_share=0.95)
+    with pytest.raises(DataError, match=re.escape(cause)) as refused:
+        extract(job, engine)
+    assert re.match("B1-00", str(refused.value))
+    if "Late" not in engine.__name__:
+        assert list(hidden_of(job).root.iterdir()) == []
+
+
+# Kills.
+
+
+def in_a_child(job: Job, kill_at_shards: int | None = None) -> bool:
+    """Extract in a forked process, SIGKILL it once so many shards are there; whether it died so."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            run(job)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    ended, status = 0, 0
+    while not ended:
+        time.sleep(0.001)
+        shards = len(list(hidden_of(job).root.glob("shard-*")))
+        if kill_at_shards is not None and shards >= kill_at_shards:
+            os.kill(child, signal.SIGKILL)
+            ended, status = os.waitpid(child, 0)
+        else:
+            ended, status = os.waitpid(child, os.WNOHANG)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def test_killed_at_random_points_it_ends_in_the_bytes_of_an_undisturbed_run(
+    tmp_path: Path, target: Target
+) -> None:
+    rows = target.rows
+    calm = validated_job(tmp_path / "calm", target.directory, rows, shard_tokens=40)
+    assert not in_a_child(calm)
+    disturbed = validated_job(tmp_path / "disturbed", target.directory, rows, shard_tokens=40)
+    points = sorted(random.Random(0).sample(range(1, 16), 5))
+    assert sum(in_a_child(disturbed, point) for point in points) >= 3
+    assert not in_a_child(disturbed)
+    assert digests(hidden_of(disturbed)) == digests(hidden_of(calm))
