@@ -50,10 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--all", action="store_true", help="every job of the workspace")
     which.add_argument("--job", type=Path, help="the job in this directory")
     stop.add_argument("--phase", help="only jobs of this phase")
+    stop.add_argument("--start-id", help="with --job: only this start of it")
+    stop.add_argument("--request", help="with --job: who asks; a later start by them is refused")
 
     status = add("status", _status, "every job and manifest of the workspace")
     status.add_argument("--json", action="store_true", help="one line of JSON")
     status.add_argument("--verify", action="store_true", help="hash files against the manifests")
+    status.add_argument("--dataset", help="only this one")
 
     plan = add("plan", _plan, "what a start would do, per dataset, and why")
     plan.add_argument("phase")
@@ -139,19 +142,18 @@ def _stop(arguments: argparse.Namespace) -> int:
     from drafter import jobs
 
     if arguments.job:
-        found = [arguments.job]
+        answer = jobs.stop(arguments.job, arguments.start_id, request=arguments.request)
+        _print_json({str(arguments.job): answer})
     else:
-        root = _workspace(arguments).job(arguments.phase or "*", arguments.dataset or "*").root
-        anchor = _workspace(arguments).root
-        found = sorted(anchor.glob(str(root.relative_to(anchor))))
-    _print_json({str(job): jobs.stop(job) for job in found})
+        root = _workspace(arguments).root
+        _print_json(jobs.stop_all(root, arguments.dataset, arguments.phase))
     return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:
     from drafter.status import read_status
 
-    status = read_status(_workspace(arguments).root, verify=arguments.verify)
+    status = read_status(_workspace(arguments).root, arguments.verify, arguments.dataset)
     if arguments.json:
         _print_json(status)
     else:
