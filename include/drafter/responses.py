@@ -1,0 +1,164 @@
+"""The stored answers of one dataset while it is being generated: files, and the counts over them.
+
+Opening mends what a killed job left, counts what is there and finds what is still to do, so that in
+memory and on disk stands the same at any moment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from drafter import plan
+from drafter.budget import Budget
+from drafter.canary import Alarm, Canary
+from drafter.engines.sglang import RULES, Outcome
+from drafter.errors import DataError
+from drafter.jsonl import Appender, Line, rows
+from drafter.layout import Prepared
+
+
+class Tainted(Exception):
+    """The canary alarmed: the files must be closed before its rows can be moved."""
+
+    def __init__(self, alarm: Alarm) -> None:
+        super().__init__(alarm.reason)
+        self.alarm = alarm
+
+
+class Responses:
+    """Appends to raw_responses.jsonl and failed.jsonl; one object, one writer.
+
+    Failures are held back until a success shows that the engine was not to blame: an engine that
+    answers 400 to everything must not have every prompt marked as failed for good.
+    """
+
+    def __init__(
+        self, prepared: Prepared, budget: Budget, canary: Canary | None, max_samples: int | None
+    ) -> None:
+        self.budget = budget
+        self.num_stored = 0
+        self.num_new = self.num_new_tokens = 0
+        self.streak = 0
+        """Prompts that ended without a row since the last that gave one."""
+        num_prompts = plan.count_lines(prepared.prompt_ids)
+        self.num_prompts = num_prompts if max_samples is None else min(num_prompts, max_samples)
+        self._canary = canary
+        self._held: list[dict[str, str]] = []
+        self._rows = Appender(prepared.responses)
+        self._failed = Appender(prepared.failed)
+        self.num_torn = sum(bool(file.torn_bytes) for file in (self._rows, self._failed))
+        skip = self._count(prepared.responses)
+        skip.update(sample_id for sample_id, kind in _failures(prepared) if RULES[kind].final)
+        self._todo = _unanswered(prepared.prompt_ids, self.num_prompts, skip)
+        self._first = next(self._todo, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._rows.close()
+        self._failed.close()
+
+    @property
+    def end(self) -> int:
+        """Bytes of raw_responses.jsonl."""
+        return self._rows.end
+
+    def has_prompts(self) -> bool:
+        """Is there a prompt without an answer?"""
+        return self._first is not None
+
+    def next_prompt(self) -> tuple[str, list[int]] | None:
+        """(sample_id, prompt ids) of the next prompt without an answer, in prompt order."""
+        prompt = self._first
+        self._first = next(self._todo, None)
+        return prompt
+
+    def store(self, row: dict[str, Any], now: float) -> None:
+        """Raises Tainted when the window of the canary has gone bad; the row is stored then too."""
+        offset = self._rows.append(row)
+        self.budget.finish(row["sample_id"], row["completion_tokens"], now)
+        self.num_stored += 1
+        self.num_new += 1
+        self.num_new_tokens += row["completion_tokens"]
+        self.write_failures()
+        self._show_canary(row, offset)
+
+    def fail(self, sample_id: str, outcome: Outcome) -> None:
+        self.budget.fail(sample_id)
+        self._held.append({"sample_id": sample_id, "class": outcome.kind, "reason": outcome.reason})
+        # An over-long prompt says nothing about the engine.
+        self.streak += outcome.kind != "prompt too long"
+
+    def write_failures(self) -> None:
+        for failure in self._held:
+            self._failed.append(failure)
+        self._held.clear()
+        self.streak = 0
+
+    def sync(self) -> None:
+        self._rows.sync()
+
+    def _count(self, path: Path) -> set[str]:
+        """Read every stored row; gives their sample ids. The canary sees the last ones again."""
+        stored: set[str] = set()
+        last: deque[Line] = deque(maxlen=2 * self._canary.window if self._canary else 0)
+        for line in rows(path):
+            sample_id, tokens = _key_facts(path, line)
+            stored.add(sample_id)
+            self.budget.found(tokens)
+            self.num_stored += 1
+            last.append(line)
+        for line in last:
+            self._show_canary(line.value, line.offset)
+        return stored
+
+    def _show_canary(self, row: dict[str, Any], offset: int) -> None:
+        alarm = self._canary.see(row, offset) if self._canary else None
+        if alarm:
+            raise Tainted(alarm)
+
+
+def count_failures(prepared: Prepared) -> dict[str, int]:
+    """{class: prompts} whose last word is a failure."""
+    last = dict(_failures(prepared))
+    if last:
+        for line in rows(prepared.responses):
+            last.pop(line.value["sample_id"], None)
+    return dict(sorted(Counter(last.values()).items()))
+
+
+def _failures(prepared: Prepared) -> Iterator[tuple[str, Any]]:
+    for line in rows(prepared.failed):
+        yield line.value["sample_id"], line.value["class"]
+
+
+def _key_facts(path: Path, line: Line) -> tuple[str, int]:
+    """sample_id and completion_tokens of a stored row; the rest is for validate to judge."""
+    sample_id, tokens = line.value.get("sample_id"), line.value.get("completion_tokens")
+    if type(sample_id) is not str or type(tokens) is not int or tokens < 0:
+        raise DataError(
+            f"{path}:{line.number} has sample_id {sample_id!r} and completion_tokens {tokens!r}:"
+            " needs a string and a number, move that line to another file and run again"
+        )
+    return sample_id, tokens
+
+
+def _unanswered(
+    prompt_ids: Path, num_prompts: int, skip: set[str]
+) -> Iterator[tuple[str, list[int]]]:
+    for line in islice(rows(prompt_ids), num_prompts):
+        sample_id = line.value["sample_id"]
+        if sample_id not in skip:
+            skip.add(sample_id)
+            yield sample_id, line.value["input_ids"]

@@ -1,0 +1,100 @@
+"""Workers that send a dataset's prompts to the engine, as many at once as the job may.
+
+Each takes the next prompt when the budget allows it, waits for the answer, and settles it. When
+something is wrong with the engine, nothing more is sent and what is in flight still comes in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from drafter.engines.sglang import Client, Outcome
+from drafter.errors import Busy, DataError, DrafterError, RecipeError
+from drafter.responses import Responses
+
+MIN_STREAK = 16
+"""Prompts in a row without an answer, at least, before the engine is held to be broken."""
+
+
+class Workers:
+    """One worker per client; ``run`` returns when nothing is left to send or in flight."""
+
+    def __init__(self, clients: list[Client], responses: Responses) -> None:
+        self._clients = clients
+        self._responses = responses
+        self._changed = asyncio.Condition()
+        self._error: DrafterError | None = None
+        self._last_failure: Outcome | None = None
+
+    async def run(self) -> None:
+        """Raises Busy when the engine is gone or answers nothing, DataError when nothing it answers
+        can be stored, RecipeError when it refuses us, Tainted when the canary alarms."""
+        tasks = [asyncio.create_task(self._work(client)) for client in self._clients]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(client.close() for client in self._clients))
+        responses = self._responses
+        if self._last_failure and not responses.num_new and not self._error:
+            self._error = self._blame(
+                self._last_failure, 1 if not responses.num_stored else MIN_STREAK
+            )
+        if self._error:
+            raise self._error
+        responses.write_failures()
+
+    async def _work(self, client: Client) -> None:
+        while prompt := await self._next():
+            sample_id, prompt_ids = prompt
+            try:
+                outcome = await client.complete(sample_id, prompt_ids)
+            except RecipeError as error:
+                self._error = error
+                self._responses.budget.fail(sample_id)
+            else:
+                await self._settle(sample_id, outcome, client)
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _next(self) -> tuple[str, list[int]] | None:
+        """The next prompt to send, once the budget allows it; None when there is none."""
+        budget = self._responses.budget
+        async with self._changed:
+            while not self._error and not budget.admits(time.monotonic()):
+                if not budget.in_flight:
+                    return None
+                await self._changed.wait()
+            prompt = None if self._error else self._responses.next_prompt()
+            if prompt:
+                budget.start(prompt[0], time.monotonic())
+            return prompt
+
+    async def _settle(self, sample_id: str, outcome: Outcome, client: Client) -> None:
+        if outcome.row is not None:
+            self._responses.store(outcome.row, time.monotonic())
+            return
+        self._responses.fail(sample_id, outcome)
+        if outcome.kind == "prompt too long":
+            return
+        self._last_failure = outcome
+        if outcome.kind == "transient" and not await client.engine_answers():
+            # Nothing is in flight at an engine that is gone, so there is nothing to wait for.
+            raise Busy(
+                f"the engine does not answer any more ({outcome.reason}): start it again,"
+                f" {self._responses.num_new} new rows are stored"
+            )
+        self._error = self._error or self._blame(outcome, max(MIN_STREAK, len(self._clients)))
+
+    def _blame(self, outcome: Outcome, streak: int) -> DrafterError | None:
+        """The error when ``streak`` prompts in a row got no row: they cannot all be at fault."""
+        if self._responses.streak < streak:
+            return None
+        kind = Busy if outcome.kind in ("transient", "abort") else DataError
+        return kind(
+            f"{self._responses.streak} prompts in a row got no answer that can be stored, the last"
+            f" one is {outcome.kind} ({outcome.reason}): look at the engine, then run again"
+        )

@@ -1,0 +1,270 @@
+"""Generation against a real HTTP server that misbehaves, through kills and changes of mind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit.fake_engine import (
+    CLOSE,
+    DATASET,
+    STOP,
+    TEXT,
+    FakeEngine,
+    Reply,
+    Site,
+    answer,
+    assert_complete,
+    generated,
+    sound,
+    thoughtful,
+)
+
+from drafter import plan
+from drafter.errors import DataError, RecipeError
+from drafter.layout import read_json
+
+CHILD = """
+import sys
+from pathlib import Path
+from drafter.generate import generate
+from drafter.job import load_job
+from unit.fake_engine import FAMILY
+generate(load_job(Path(sys.argv[1])), FAMILY)
+"""
+
+
+def test_every_prompt_is_answered_once_and_the_manifest_says_so(tmp_path: Path) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,))
+        section = generated(site)
+    assert_complete(site, 60)
+    tokens = sum(row["completion_tokens"] for row in site.responses())
+    assert section["counts"] == {
+        "prompts": 60,
+        "responses": 60,
+        "completion_tokens": tokens,
+        "failed": {},
+    }
+    assert section["stop_reason"] == "prompts exhausted"
+    assert section["inputs"] == plan.inputs("generate", DATASET, site.job().workspace, site.recipe)
+    progress = read_json(site.job().dir.progress)
+    assert progress["done"] and progress["changed"] and "60 responses" in progress["line"]
+    sessions = site.read(site.prepared.sessions)
+    assert sessions[0]["engine"]["model_info"] == {"model_path": "/models/fake"}
+    assert sessions[0]["offset"] == 0
+    assert engine.most_in_flight <= 8
+    assert len({request["rid"] for request in engine.requests}) == 60
+
+
+def test_a_second_run_asks_nothing_and_changes_nothing(tmp_path: Path) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,))
+        generated(site)
+    before = {path: path.read_bytes() for path in site.prepared.root.iterdir()}
+    generated(site)  # the engine is gone, and not missed
+    assert {path: path.read_bytes() for path in site.prepared.root.iterdir()} == before
+    assert read_json(site.job().dir.progress)["changed"] is False
+
+
+def test_no_prompts_is_a_finished_dataset(tmp_path: Path) -> None:
+    section = generated(Site(tmp_path, num_prompts=0))
+    assert section["stop_reason"] == "prompts exhausted"
+    assert section["counts"]["responses"] == 0
+
+
+def test_killed_at_any_moment_and_resumed_nothing_is_missing_or_twice(tmp_path: Path) -> None:
+    dice = random.Random(1)
+
+    def slow(request: dict[str, Any], number: int, again: int) -> Reply:
+        return Reply(body=sound(request, number, again).body, delay_s=dice.uniform(0.005, 0.08))
+
+    with FakeEngine(slow) as engine:
+        site = Site(tmp_path, num_prompts=700, urls=(engine.url,), in_flight=24)
+        site.job()
+        kills, last_size = 0, -1
+        while kills < 5:
+            child = start_child(site)
+            # The first row of this start, then a random moment.
+            while size(site) <= max(last_size, 0) and child.poll() is None:
+                time.sleep(0.005)
+            time.sleep(dice.uniform(0, 0.15))
+            child.send_signal(signal.SIGKILL)
+            if child.wait() == 0:
+                break
+            kills, last_size = kills + 1, size(site)
+        assert kills >= 3
+        assert start_child(site).wait() == 0
+    assert_complete(site, 700)
+    assert len(engine.requests) <= 700 + kills * 24
+    assert [line["start_id"] for line in site.read(site.prepared.sessions)] == ["start"] * (
+        kills + 1
+    )
+
+
+def start_child(site: Site) -> subprocess.Popen[bytes]:
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests), str(tests.parent / "include")])
+    job = site.job().dir.root
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(job)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def size(site: Site) -> int:
+    path = site.prepared.responses
+    return path.stat().st_size if path.exists() else -1
+
+
+def test_holes_of_a_killed_run_are_answered_first(tmp_path: Path) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,), in_flight=1)
+        generated(site, token_budget=400)
+        kept = [row for i, row in enumerate(site.responses()) if i not in (0, 2)]
+        site.write(site.prepared.responses, kept)
+        with open(site.prepared.responses, "a") as file:
+            file.write('{"sample_id": "B1-0000", "output')
+        engine.requests.clear()
+        generated(site, token_budget=400)
+    first, second = (request["input_ids"][-1] for request in engine.requests[:2])
+    assert (first, second) == (0, 2)
+    torn = site.prepared.responses.with_name("raw_responses.jsonl.torn")
+    assert torn.read_text() == '{"sample_id": "B1-0000", "output\n'
+
+
+def test_the_budget_ends_admission_and_a_raised_one_continues(tmp_path: Path) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,), dataset={"token_budget": 300})
+        section = generated(site)
+        assert section["stop_reason"] == "budget" and section["token_budget"] == 300
+        tokens = section["counts"]["completion_tokens"]
+        assert 300 <= tokens < 450
+        rows = site.prepared.responses.read_bytes()
+        assert generated(site, token_budget=10)["counts"]["completion_tokens"] == tokens
+        assert site.prepared.responses.read_bytes() == rows
+        raised = generated(site, token_budget=600)
+    assert raised["counts"]["completion_tokens"] >= 600
+    assert site.prepared.responses.read_bytes().startswith(rows)
+
+
+def test_a_sample_quota_ends_with_its_own_stop_reason(tmp_path: Path) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,), dataset={"max_samples": 20})
+        section = generated(site)
+    assert section["stop_reason"] == "quota"
+    assert_complete(site, 20)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_another_identity_is_refused_with_the_difference_and_the_ways_out(
+    finished: bool, tmp_path: Path
+) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,))
+        generated(site)
+        if not finished:
+            manifest = read_json(site.prepared.manifest)
+            del manifest["generate"]
+            site.prepared.manifest.write_text(
+                str(manifest).replace("'", '"').replace("True", "true")
+            )
+        site.settings = {"temperature": 0.5}
+        with pytest.raises(RecipeError, match=r"temperature was 1.0 and is now 0.5.*restart"):
+            generated(site)
+        section = generated(site, mode="restart", run_id="again")
+    assert section["identity"]["temperature"] == 0.5
+    assert_complete(site, 60)
+
+
+def test_responses_of_unknown_origin_are_refused(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.write(site.prepared.responses, [{"sample_id": "x", "completion_tokens": 1}])
+    with pytest.raises(RecipeError, match="nothing says what they were made with"):
+        generated(site)
+
+
+def test_restart_moves_everything_once_and_a_retry_of_the_run_resumes(tmp_path: Path) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,))
+        generated(site, token_budget=300)
+        before = site.prepared.responses.read_bytes()
+        generated(site, token_budget=200, mode="restart", run_id="manual__2:1+0")
+        archive = site.prepared.archive("manual__2:1+0")
+        assert (archive / "raw_responses.jsonl").read_bytes() == before
+        assert "generate" in read_json(archive / "manifest.json")
+        again = site.prepared.responses.read_bytes()
+        generated(site, mode="restart", run_id="manual__2:1+0")
+    assert site.prepared.responses.read_bytes().startswith(again)
+    assert_complete(site, 60)
+
+
+def test_a_restart_that_was_killed_halfway_is_finished_by_the_next_start(tmp_path: Path) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,))
+        generated(site, token_budget=300)
+        before = site.prepared.responses.read_bytes()
+        archive = site.prepared.archive("r")
+        partial = archive.with_name("r.partial")
+        partial.mkdir(parents=True)
+        site.prepared.responses.rename(partial / site.prepared.responses.name)
+        generated(site, mode="restart", run_id="r")
+    assert (archive / "raw_responses.jsonl").read_bytes() == before
+    assert (archive / "sessions.jsonl").exists() and not partial.exists()
+    assert_complete(site, 60)
+
+
+def test_the_canary_looks_back_over_a_kill(tmp_path: Path) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,))
+        generated(site, token_budget=800)
+        rows = site.responses()
+        broken = [{**rows[0], "sample_id": f"x{i}", "output_ids": [STOP]} for i in range(16)]
+        site.write(site.prepared.responses, [*rows, *broken])
+        engine.requests.clear()
+        with pytest.raises(DataError, match="first x0"):
+            generated(site)
+    assert not engine.requests
+    assert site.responses() == rows[: len(rows) - 32]
+
+
+def test_the_canary_stops_a_dataset_that_lost_its_reasoning_and_a_clear_starts_clean(
+    tmp_path: Path,
+) -> None:
+    def loses_it(request: dict[str, Any], number: int, _again: int) -> Reply:
+        ids = thoughtful(request)
+        return Reply(body=answer(request, ids if number <= 100 else [TEXT, TEXT, STOP]))
+
+    with FakeEngine(loses_it) as engine:
+        site = Site(tmp_path, num_prompts=300, urls=(engine.url,))
+        with pytest.raises(DataError, match=r"unclosed.*rows are now in"):
+            generated(site)
+        assert len(engine.requests) <= 100 + 32 + 8
+        kept = site.responses()
+        (moved,) = site.prepared.archive("run:1").iterdir()
+        tainted = site.read(moved)
+        assert len(kept) == 100 - 32 and all(CLOSE in row["output_ids"] for row in kept)
+        assert sum(CLOSE not in row["output_ids"] for row in tainted) == len(tainted) - 32
+        engine.behave = sound
+        generated(site)
+    assert_complete(site, 300)
+
+
+def test_damage_inside_the_file_stops_generation_with_file_and_line(tmp_path: Path) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,))
+        generated(site, token_budget=200)
+        lines = site.prepared.responses.read_bytes().splitlines(keepends=True)
+        damaged = b"".join([lines[0], b'{"sample_id": "B1\n', *lines[1:]])
+        site.prepared.responses.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"raw_responses\.jsonl:2 is damaged"):
+            generated(site)
+    assert site.prepared.responses.read_bytes() == damaged

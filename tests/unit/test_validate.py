@@ -1,0 +1,196 @@
+"""The gate between paid-for tokens and training."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit.fake_engine import (
+    CLOSE,
+    DATASET,
+    FAMILY,
+    STOP,
+    TEXT,
+    TOOL,
+    FakeEngine,
+    Site,
+    thoughtful,
+)
+
+from drafter import plan, validate
+from drafter.errors import DataError
+from drafter.layout import file_record, read_json, read_section
+
+LENIENT = {"max_rejected_share": 1.0}
+
+
+def row(i: int, output_ids: list[int] | None = None, **changes: Any) -> dict[str, Any]:
+    prompt = [TEXT, TEXT + 1, *map(int, f"{i:04d}")]
+    output_ids = thoughtful({"input_ids": prompt}) if output_ids is None else output_ids
+    return {
+        "sample_id": f"{DATASET}-{i:04d}",
+        "output_ids": output_ids,
+        "prompt_tokens": 6,
+        "completion_tokens": len(output_ids),
+        "finish_reason": "stop",
+        **changes,
+    }
+
+
+def run(site: Site, rows: list[Any] | None = None) -> dict[str, Any]:
+    """Validate; gives the section's counts."""
+    if rows is not None:
+        site.write(site.prepared.responses, rows)
+    validate.validate(site.job("validate"), FAMILY)
+    section = read_section(site.prepared.manifest, "validate")
+    assert section is not None
+    counts: dict[str, Any] = section["counts"]
+    return counts
+
+
+def test_what_generate_stored_is_accepted_as_prompt_then_output(tmp_path: Path) -> None:
+    from drafter.generate import generate
+
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,))
+        generate(site.job(), FAMILY)
+    counts = run(site)
+    stored = site.responses()
+    assert [
+        (line["sample_id"], line["prompt_tokens"], line["input_ids"])
+        for line in site.read(site.prepared.tokenized)
+    ] == [
+        (
+            row["sample_id"],
+            6,
+            [TEXT, TEXT + 1, *map(int, row["sample_id"][-4:]), *row["output_ids"]],
+        )
+        for row in stored
+    ]
+    tokens = sum(row["completion_tokens"] for row in stored)
+    assert counts == {
+        "stored": 60,
+        "accepted": 60,
+        "rejected": 0,
+        "tokens": tokens + 6 * 60,
+        "response_tokens": tokens,
+        "by_reason": {},
+    }
+    section = read_section(site.prepared.manifest, "validate") or {}
+    assert section["inputs"] == plan.inputs("validate", DATASET, site.job().workspace, site.recipe)
+    assert section["files"]["tokenized_data.jsonl"] == file_record(site.prepared.tokenized)
+    progress = read_json(site.job("validate").dir.progress)
+    assert progress["done"] and progress["changed"] and "60 of 60" in progress["line"]
+
+
+CASES = [
+    (row(1), None),
+    (row(1, [TEXT, TOOL, TEXT, STOP]), None),
+    (row(1, [TEXT, CLOSE, TEXT], finish_reason="length"), None),
+    (row(1, [TEXT, CLOSE], finish_reason="length"), None),
+    (row(1, [TEXT, TEXT], finish_reason="length"), "truncated in thinking"),
+    (row(1, [TEXT, TOOL, TEXT], finish_reason="length"), "cut by length in a tool call"),
+    (row(1, [CLOSE, TEXT], finish_reason="length"), "empty thinking"),
+    (row(1, [TEXT, TEXT, STOP]), "unclosed"),
+    (row(1, [CLOSE, TEXT, STOP]), "empty thinking"),
+    (row(1, [TEXT, CLOSE, STOP]), "no answer"),
+    (row(1, sample_id="B1-9999"), "unknown sample_id"),
+    (row(1, prompt_tokens=7), "wrong prompt_tokens"),
+    (row(1, completion_tokens=1), "wrong completion_tokens"),
+    ({**row(1), "output_ids": "AQID"}, "wrong type of output_ids"),
+    ({**row(1), "finish_reason": {"type": "stop"}}, "wrong type of finish_reason"),
+    (row(0), "duplicate"),
+]
+
+
+@pytest.mark.parametrize(("case", "reason"), CASES)
+def test_each_row_has_its_verdict(case: Any, reason: str | None, tmp_path: Path) -> None:
+    site = Site(tmp_path, rules=LENIENT)
+    counts = run(site, [row(0), case, row(2)])
+    assert counts["by_reason"] == ({reason: 1} if reason else {})
+    assert counts["accepted"] + counts["rejected"] == counts["stored"] == 3
+    rejected = site.read(site.prepared.rejected)
+    assert [line["sample_id"] for line in rejected] == ([case["sample_id"]] if reason else [])
+    accepted = [line["sample_id"] for line in site.read(site.prepared.tokenized)]
+    assert accepted == ["B1-0000", *([] if reason else ["B1-0001"]), "B1-0002"]
+
+
+def test_rows_cut_by_length_can_be_refused_altogether(tmp_path: Path) -> None:
+    site = Site(tmp_path, rules={**LENIENT, "accept_truncated": False})
+    counts = run(site, [row(0), row(1, [TEXT, CLOSE, TEXT], finish_reason="length")])
+    assert counts["by_reason"] == {"cut by length": 1}
+
+
+def test_without_thinking_only_the_row_itself_is_judged(tmp_path: Path) -> None:
+    site = Site(tmp_path, thinking=False)
+    assert (
+        run(site, [row(0, [TEXT, STOP]), row(1, [TEXT], finish_reason="length")])["rejected"] == 0
+    )
+
+
+def test_of_duplicates_the_first_acceptable_one_is_kept(tmp_path: Path) -> None:
+    site = Site(tmp_path, rules=LENIENT)
+    good, other = row(0), row(0, [TEXT, TEXT, CLOSE, TEXT, STOP])
+    assert run(site, [row(0, [TEXT, STOP]), good, other])["accepted"] == 1
+    (kept,) = site.read(site.prepared.tokenized)
+    assert kept["input_ids"][6:] == good["output_ids"]
+
+
+def test_a_rerun_is_byte_identical_under_any_hash_seed(tmp_path: Path) -> None:
+    site = Site(tmp_path, rules=LENIENT)
+    run(site, [case for case, _ in CASES])
+    names = ("tokenized_data.jsonl", "rejected.jsonl", "manifest.json")
+    before = [(site.prepared.root / name).read_bytes() for name in names]
+    tests = Path(__file__).parents[1]
+    code = (
+        "import sys; from pathlib import Path; from drafter.validate import validate;"
+        "from drafter.job import load_job; from unit.fake_engine import FAMILY;"
+        "validate(load_job(Path(sys.argv[1])), FAMILY)"
+    )
+    for seed in ("1", "2"):
+        path = os.pathsep.join([str(tests), str(tests.parent / "include")])
+        subprocess.run(
+            [sys.executable, "-c", code, str(site.job("validate").dir.root)],
+            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed, "LC_ALL": "C"},
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        assert [(site.prepared.root / name).read_bytes() for name in names] == before
+    assert read_json(site.job("validate").dir.progress)["changed"] is False
+
+
+def test_too_many_rejected_rows_fail_with_the_numbers_and_leave_no_section(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    run(site, [row(i) for i in range(10)])
+    rows = [row(i) if i < 7 else row(i, [TEXT, STOP]) for i in range(10)]
+    with pytest.raises(DataError, match=r"3 of 10 rows rejected \(3 unclosed\), at most 20%"):
+        run(site, rows)
+    assert len(site.read(site.prepared.rejected)) == 3
+    assert read_section(site.prepared.manifest, "validate") is None
+    assert read_section(site.prepared.manifest, "prepare") is not None
+
+
+def test_damage_is_named_with_file_and_line_and_costs_no_good_row(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.write(site.prepared.responses, [row(i) for i in range(20)])
+    lines = site.prepared.responses.read_bytes().splitlines(keepends=True)
+    lines[4:4] = [b'{"sample_id": "B1-00\n', b"[]\n"]
+    site.prepared.responses.write_bytes(b"".join(lines))
+    with pytest.raises(DataError, match=r"raw_responses\.jsonl:5 is damaged.*1 more such line"):
+        run(site)
+    assert len(site.read(site.prepared.tokenized)) == 20
+    assert [line["sample_id"] for line in site.read(site.prepared.rejected)] == [None, None]
+
+
+def test_a_torn_last_line_is_counted_and_does_not_fail_the_dataset(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.write(site.prepared.responses, [row(i) for i in range(20)])
+    with open(site.prepared.responses, "a") as file:
+        file.write('{"sample_id": "B1-0')
+    counts = run(site)
+    assert (counts["stored"], counts["accepted"]) == (21, 20)
+    assert counts["by_reason"] == {"torn last line": 1}
