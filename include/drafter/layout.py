@@ -14,7 +14,9 @@
         rejected.jsonl             sample_id, reason: rows that validate did not accept
         tokenized_data.jsonl       sample_id, input_ids (prompt then output), prompt_tokens
         manifest.json              sections prepare, generate, validate
-        archive/<run id>/          what restart, discard and the canary moved away
+        *.torn                     last lines that a kill tore, set aside before the next append
+        archive/<run id>/          what restart and the canary (canary-N.jsonl) moved away;
+                                   <run id>.partial while it is being moved
       hidden_states/<dataset>/     shard-00000.safetensors ...  manifest.json (section extract)
       drafter/<run>/               step-000500/  metrics.jsonl  evaluation/<dataset>.json
                                    export/{sglang,vllm}/  manifest.json (sections train, evaluate)
