@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
+import httpx
+
 from demo import stack
 from demo.airflow_api import AirflowApi
 from demo.stack import PORTS, ROOT, Stack, free_ports
@@ -103,3 +105,6 @@ if __name__ == "__main__":
     except DrafterError as error:
         print(f"demo: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except httpx.HTTPError as error:
+        print(f"demo: Airflow does not answer ({error}): see .demo/logs", file=sys.stderr)
+        sys.exit(1)

@@ -7,14 +7,20 @@ from typing import Any, Self
 
 import httpx
 
+from drafter.errors import DrafterError
+
 ACTIVE = frozenset({"queued", "running"})
+
+
+class ApiError(DrafterError):
+    """Airflow refused a call."""
 
 
 class AirflowApi:
     """A session with one API server; the demo's lets everyone on loopback in as admin."""
 
     def __init__(self, url: str) -> None:
-        token = httpx.get(f"{url}/auth/token", timeout=30).raise_for_status().json()["access_token"]
+        token = _json(httpx.get(f"{url}/auth/token", timeout=30))["access_token"]
         headers = {"Authorization": f"Bearer {token}"}
         self._http = httpx.Client(base_url=f"{url}/api/v2", headers=headers, timeout=60)
 
@@ -30,7 +36,10 @@ class AirflowApi:
         self._http.close()
 
     def get(self, path: str, **query: Any) -> Any:
-        return self._http.get(path, params=query).raise_for_status().json()
+        return _json(self._http.get(path, params=query))
+
+    def _send(self, method: str, path: str, body: dict[str, Any]) -> Any:
+        return _json(self._http.request(method, path, json=body))
 
     def import_errors(self) -> list[str]:
         """Last lines of the tracebacks of DAG files that did not parse."""
@@ -42,25 +51,19 @@ class AirflowApi:
 
     def set_pool(self, name: str, slots: int) -> None:
         """Make or resize a pool that counts deferred tasks too: a deferred job holds the GPU."""
-        pool = {
-            "name": name,
-            "slots": slots,
-            "description": "jobs on the GPU host",
-            "include_deferred": True,
-        }
-        made = self._http.post("/pools", json=pool)
-        if made.status_code == 409:
-            made = self._http.patch(f"/pools/{name}", json={"pool": name, **pool})
-        made.raise_for_status()
+        pool = {"slots": slots, "description": "jobs on the GPU host", "include_deferred": True}
+        if name in {known["name"] for known in self.get("/pools")["pools"]}:
+            self._send("PATCH", f"/pools/{name}", {"pool": name, **pool})
+        else:
+            self._send("POST", "/pools", {"name": name, **pool})
 
     def unpause(self, dag_id: str) -> None:
-        self._http.patch(f"/dags/{dag_id}", json={"is_paused": False}).raise_for_status()
+        self._send("PATCH", f"/dags/{dag_id}", {"is_paused": False})
 
     def trigger(self, dag_id: str, **conf: Any) -> str:
         """Start a run as the trigger form does; returns its run id."""
         body = {"logical_date": None, "conf": conf}
-        answer = self._http.post(f"/dags/{dag_id}/dagRuns", json=body).raise_for_status().json()
-        return str(answer["dag_run_id"])
+        return str(self._send("POST", f"/dags/{dag_id}/dagRuns", body)["dag_run_id"])
 
     def runs(self, dag_id: str) -> list[dict[str, Any]]:
         """Runs of a DAG, newest first."""
@@ -71,8 +74,7 @@ class AirflowApi:
 
     def fail_run(self, dag_id: str, run_id: str) -> None:
         """Mark a run failed, as a person does to stop it."""
-        path = f"/dags/{dag_id}/dagRuns/{run_id}"
-        self._http.patch(path, json={"state": "failed"}).raise_for_status()
+        self._send("PATCH", f"/dags/{dag_id}/dagRuns/{run_id}", {"state": "failed"})
 
     def tasks(self, dag_id: str, run_id: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.get(
@@ -90,7 +92,7 @@ class AirflowApi:
             "include_downstream": True,
             "reset_dag_runs": True,
         }
-        self._http.post(f"/dags/{dag_id}/clearTaskInstances", json=body).raise_for_status()
+        self._send("POST", f"/dags/{dag_id}/clearTaskInstances", body)
 
     def log(self, task: dict[str, Any]) -> list[str]:
         """Messages of a task instance's newest try."""
@@ -100,3 +102,10 @@ class AirflowApi:
         )
         content = self.get(path, map_index=task["map_index"], full_content=True)["content"]
         return [str(line.get("event", "")) if isinstance(line, dict) else line for line in content]
+
+
+def _json(response: httpx.Response) -> Any:
+    if response.is_error:
+        request = response.request
+        raise ApiError(f"{request.method} {request.url}: {response.status_code} {response.text}")
+    return response.json()
