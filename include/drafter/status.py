@@ -1,0 +1,94 @@
+"""What runs, what ran and what is stored, read from files: one answer for sensors and people.
+
+Standard library only; writes nothing and takes no lock, so it can be asked at any time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from drafter.jobs import job_dirs, live
+from drafter.layout import JobDir, Workspace, file_record, read_json
+
+SHOWN = ("counts", "stop_reason", "token_budget", "files")
+"""Keys of a manifest section that travel."""
+
+VERIFIED = ("generate", "validate")
+
+
+def read_status(
+    workspace_root: Path, verify: bool = False, dataset: str | None = None
+) -> dict[str, Any]:
+    """{jobs: {phase: {dataset: ...}}, datasets: {name: {section: ...}}}.
+
+    A job is {alive, state, exit, progress, job: {what, start_id, run_id}}, null where there is
+    none; a dataset holds the SHOWN part of its sections generate, validate, extract, .... With
+    ``verify`` it also holds ``verified``: {file: "ok" | "changed" | "missing"}, each file that
+    generate and validate left compared with the file as it is now, by size and then by hash.
+    ``dataset`` asks about one only.
+    """
+    workspace = Workspace(Path(workspace_root))
+    jobs: dict[str, dict[str, Any]] = {}
+    for path in job_dirs(workspace.root, dataset):
+        jobs.setdefault(path.parent.name, {})[path.name] = _job(JobDir(path))
+    return {
+        "jobs": jobs,
+        "datasets": {
+            name: _dataset(workspace, name, verify)
+            for name in _names(workspace)
+            if dataset in (None, name)
+        },
+    }
+
+
+def _names(workspace: Workspace) -> list[str]:
+    places = (workspace.prepared("-").root.parent, workspace.hidden_states("-").root.parent)
+    return sorted({path.parent.name for place in places for path in place.glob("*/manifest.json")})
+
+
+def _job(job: JobDir) -> dict[str, Any]:
+    spec, state, end, progress = map(_read, (job.job, job.state, job.exit, job.progress))
+    start_id = spec and spec.get("start_id")
+
+    def own(record: dict[str, Any] | None) -> dict[str, Any] | None:
+        return record if record and record.get("start_id") == start_id else None
+
+    return {
+        "alive": live(job) is not None,
+        "state": own(state),
+        "exit": own(end),
+        "progress": own(progress),
+        "job": spec and {key: spec.get(key) for key in ("what", "start_id", "run_id")},
+    }
+
+
+def _dataset(workspace: Workspace, name: str, verify: bool) -> dict[str, Any]:
+    prepared = workspace.prepared(name)
+    sections: dict[str, Any] = {}
+    for manifest in (prepared.manifest, workspace.hidden_states(name).manifest):
+        sections |= _read(manifest) or {}
+    shown: dict[str, Any] = {
+        section: {key: value[key] for key in SHOWN if key in value}
+        for section, value in sections.items()
+    }
+    if verify:
+        shown["verified"] = {
+            file: _compare(prepared.root / file, record)
+            for section in VERIFIED
+            for file, record in sections.get(section, {}).get("files", {}).items()
+        }
+    return shown
+
+
+def _compare(path: Path, record: dict[str, Any]) -> str:
+    if not path.exists():
+        return "missing"
+    if path.stat().st_size != record["bytes"]:
+        return "changed"
+    return "ok" if file_record(path) == record else "changed"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    value: dict[str, Any] | None = read_json(path) if path.exists() else None
+    return value

@@ -1,0 +1,374 @@
+"""Operators of the four DAGs: deploy the code, ask the host something, run one phase there.
+
+They only keep their arguments when a DAG is parsed. Exit codes of :mod:`drafter.errors` decide
+about retries; nothing else of what the host says is interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from airflow.sdk import Asset, AssetAlias, BaseOperator
+from airflow.sdk.exceptions import AirflowException, AirflowFailException
+
+from drafter.errors import MEANING, NEVER_RETRY, DrafterError, RecipeError, Stopped
+from drafter.layout import ALL, JobDir, Workspace, digest
+from drafter.recipe import Recipe
+from gpu_host.deploy import code_hash, deploy
+from gpu_host.hooks import GpuHostHook
+from gpu_host.triggers import JobTrigger
+
+GPU_PHASES = frozenset({"generate", "extract", "train", "evaluate"})
+"""They take a slot of the recipe's pool, also while deferred (the pool must count deferred)."""
+
+START_TIMEOUT_S = 600
+"""``drafter start`` looks at the plan first, which may hash source files."""
+
+STOP_TIMEOUT_S = 15
+_NOT_COUNTS = frozenset({"time", "start_id", "done", "changed", "line"})
+
+
+def failure(exit_code: int, message: str) -> AirflowException:
+    """What to raise: another try, or not, as the exit code says."""
+    kind = AirflowFailException if exit_code in NEVER_RETRY else AirflowException
+    return kind(message)
+
+
+def output_of(
+    log: Any, hook: GpuHostHook, arguments: list[str], stdin: str = "", timeout_s: float = 60
+) -> str:
+    """stdout of a ``drafter`` command. When it fails, all it wrote is logged, and the last line of
+    its stderr is the exception's message."""
+    try:
+        exit_code, output, errors = hook.run(arguments, stdin, timeout_s)
+    except DrafterError as error:
+        raise failure(error.exit_code, str(error)) from None
+    if exit_code == 1 and "No module named drafter" in errors:
+        raise AirflowFailException(
+            f"code {hook.code or ''} is not in {hook.workspace} on the host: run the deploy task"
+        )
+    if exit_code:
+        for line in (output + errors).splitlines():
+            log.error("%s", line)
+        last = (errors.strip() or output.strip() or "it said nothing").splitlines()[-1]
+        meaning = MEANING.get(exit_code, "failed")
+        raise failure(
+            exit_code,
+            f"drafter {arguments[0]}: {meaning} (exit {exit_code}): "
+            + last.removeprefix("drafter: "),
+        )
+    return output
+
+
+class DeployOperator(BaseOperator):
+    """Put this deployment's code, recipe and launcher on the host; returns the code's sha256."""
+
+    def __init__(
+        self,
+        *,
+        recipe: Recipe,
+        retries: int = 2,
+        retry_delay: timedelta = timedelta(seconds=10),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
+        self.recipe = recipe
+
+    def execute(self, context: Any) -> str:  # noqa: ARG002
+        with GpuHostHook.of(self.recipe.host) as hook:
+            try:
+                sha256 = deploy(hook, self.recipe)
+            except DrafterError as error:
+                raise failure(error.exit_code, str(error)) from None
+        self.log.info("Code %s is on the host, in %s", sha256, self.recipe.host.workspace)
+        return sha256
+
+
+class HostCommandOperator(BaseOperator):
+    """Run a short ``drafter`` command on the host and log what it prints.
+
+    With ``json_output`` the last line of its output is returned, parsed, instead of being logged.
+    """
+
+    template_fields = ("command", "code")
+
+    def __init__(
+        self,
+        *,
+        recipe: Recipe,
+        command: list[str],
+        code: str | None = None,
+        json_output: bool = False,
+        timeout_s: float = 600,
+        retries: int = 2,
+        retry_delay: timedelta = timedelta(seconds=10),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
+        self.recipe = recipe
+        self.command = command
+        self.code = code
+        self.json_output = json_output
+        self.timeout_s = timeout_s
+
+    def execute(self, context: Any) -> Any:  # noqa: ARG002
+        with self.hook() as hook:
+            output = output_of(self.log, hook, self.command, timeout_s=self.timeout_s)
+        lines = output.splitlines()
+        result = json.loads(lines.pop()) if self.json_output else None
+        for line in lines:
+            self.log.info("%s", line)
+        return result
+
+    def hook(self) -> GpuHostHook:
+        return GpuHostHook.of(self.recipe.host, self.code)
+
+
+class PhaseOperator(BaseOperator):
+    """Run one phase on one dataset (or ``"all"``) as a job on the host; safe to repeat.
+
+    Starts the job or follows the live one, then defers. A dataset whose plan is "done" succeeds at
+    once: it never defers and emits nothing. Otherwise the return value is {outcome "ran", changed,
+    counts...}, and when a manifest changed ``asset`` gets an event: a prefix of URIs, to which
+    ``/<dataset>`` is added, or the asset of a phase over all datasets. ``mode``, ``token_budget``
+    and ``code`` are templates; an empty budget or "None" means the recipe's, an empty code the
+    package as it is here.
+    """
+
+    # The dataset first: templates of the others may mention it, and fields render in this order.
+    template_fields = ("dataset", "code", "mode", "token_budget")
+
+    def __init__(
+        self,
+        *,
+        phase: str,
+        dataset: str,
+        recipe: Recipe,
+        code: str | None = None,
+        mode: str = "resume",
+        token_budget: str | int | None = None,
+        asset: str | Asset | None = None,
+        retries: int = 2,
+        retry_delay: timedelta = timedelta(seconds=10),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            retries=retries,
+            retry_delay=retry_delay,
+            **{**_defaults(phase, recipe, asset), **kwargs},
+        )
+        self.phase = phase
+        self.dataset = dataset
+        self.recipe = recipe
+        self.code = code
+        self.mode = mode
+        self.token_budget = token_budget
+        self.asset = asset
+        self._request: str | None = None
+
+    @classmethod
+    def partial(cls, **kwargs: Any) -> Any:
+        """The scheduler reads a mapped task's pool and name here: it never sees an instance."""
+        defaults = _defaults(kwargs["phase"], kwargs["recipe"], kwargs.get("asset"))
+        return super().partial(**{**defaults, **kwargs})
+
+    def execute(self, context: Any) -> dict[str, Any]:
+        return self._begin(context)
+
+    def execute_complete(self, context: Any, event: dict[str, Any], outcome: str) -> dict[str, Any]:
+        """Judge the end of a job that this try started, or (``outcome``) was "following"."""
+        end = event["exit"] or {}
+        if event["outcome"] == "replaced":
+            return self._begin(context)
+        if event["outcome"] == "unreachable":
+            raise AirflowException(f"{self._name}: {event['message']}")
+        if event["outcome"] == "lost":
+            raise AirflowException(
+                f"{self._name} ended without a record: the host rebooted, killed it for memory, or"
+                " has a full disk; a retry resumes"
+            )
+        asker = end["request"]
+        if end["code"] == Stopped.exit_code and asker not in (None, self._asker(context)):
+            self.log.info("The job was stopped because an earlier try was: starting it anew")
+            return self._begin(context)
+        if end["code"]:
+            raise failure(end["code"], self._story(end, event["last_line"]))
+        progress = event["progress"] or {}
+        if outcome == "following":
+            # Somebody else started it, perhaps with another budget: what does the plan say now?
+            answer = self._start(context)
+            if answer["outcome"] != "done":
+                self._defer(context, answer)
+        if progress.get("line"):
+            self.log.info("%s", progress["line"])
+        changed = bool(progress.get("changed"))
+        if changed:
+            self._emit(context)
+        counts = {key: value for key, value in progress.items() if key not in _NOT_COUNTS}
+        return {"outcome": "ran", "changed": changed, **counts}
+
+    def on_kill(self) -> None:
+        """The running task is being killed: stop the job, also one that is just being started."""
+        if self._request is None:
+            return
+        arguments = ["stop", "--job", str(self._job_dir.root), "--request", self._request]
+        with self.hook() as hook:
+            answer = output_of(self.log, hook, arguments, timeout_s=STOP_TIMEOUT_S)
+        self.log.info("%s", answer.strip())
+
+    def _begin(self, context: Any) -> dict[str, Any]:
+        answer = self._start(context)
+        if answer["outcome"] == "done":
+            self.log.info("Nothing to do: %s", answer["reason"])
+            return {"outcome": "done", "changed": False, **answer["counts"]}
+        self._defer(context, answer)
+        raise AssertionError("defer raises")
+
+    def _start(self, context: Any) -> dict[str, Any]:
+        self._request = self._asker(context)
+        try:
+            spec = self._spec(context)
+        except DrafterError as error:
+            raise failure(error.exit_code, str(error)) from None
+        with self.hook() as hook:
+            output = output_of(self.log, hook, ["start"], json.dumps(spec), START_TIMEOUT_S)
+        answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+        if answer["outcome"] != "done":
+            self.log.info(
+                "%s job %s in %s; stop it with `drafter stop %s` on the host",
+                "Started" if answer["outcome"] == "started" else "Following",
+                answer["start_id"],
+                self._job_dir.root,
+                self.dataset,
+            )
+        return answer
+
+    def _defer(self, context: Any, answer: dict[str, Any]) -> None:
+        host = self.recipe.host
+        self.defer(
+            trigger=JobTrigger(
+                conn_id=host.conn_id,
+                workspace=host.workspace,
+                python=host.python,
+                code=self._code,
+                job_dir=str(self._job_dir.root),
+                start_id=answer["start_id"],
+                offset=answer["offset"],
+                poll_s=host.poll_s,
+                patience_s=host.lease_s,
+                request=self._asker(context),
+            ),
+            method_name="execute_complete",
+            kwargs={"outcome": answer["outcome"]},
+        )
+
+    def _spec(self, context: Any) -> dict[str, Any]:
+        """job.json without its start id; see drafter.job."""
+        if self.mode not in ("resume", "restart"):
+            raise RecipeError(f"mode is {self.mode!r}: it is resume or restart")
+        if self.dataset != ALL:
+            self.recipe.dataset(self.dataset)
+        host, run_id = self.recipe.host, context["run_id"]
+        job_dir = self._job_dir
+        return {
+            "phase": self.phase,
+            "dataset": self.dataset,
+            "argv": [host.python, "-m", "drafter", "run", str(job_dir.root)],
+            "what": what(self.recipe, self.phase, self.dataset, self.mode, run_id),
+            "code": self._code,
+            "run_id": run_id,
+            "mode": self.mode,
+            "token_budget": _budget(self.token_budget),
+            "in_flight": max(1, self.recipe.engine.in_flight // host.slots),
+            "recipe": self.recipe.as_json(),
+            "timeout_s": host.timeout_s,
+            "lease_s": host.lease_s,
+            "grace_s": host.grace_s,
+            "lock": str(self._workspace.lock(self.phase, self.dataset)),
+            "request": self._request,
+        }
+
+    def _emit(self, context: Any) -> None:
+        """An alias, because an outlet that is an asset would get its event in any case."""
+        if self.asset is not None:
+            asset = self.asset
+            if isinstance(asset, str):
+                asset = Asset(f"{asset}/{self.dataset}")
+            context["outlet_events"][_alias(self.asset)].add(asset, extra={"dataset": self.dataset})
+
+    def _story(self, end: dict[str, Any], last_line: str) -> str:
+        said = "; ".join(dict.fromkeys(filter(None, (end["reason"], last_line))))
+        meaning = MEANING.get(end["code"], "failed")
+        return f"{self._name}: {meaning} (exit {end['code']}): {said}; log: {self._job_dir.log}"
+
+    def _asker(self, context: Any) -> str:
+        """This try: Airflow gives every try an id of its own."""
+        return str(context["ti"].id)
+
+    def hook(self) -> GpuHostHook:
+        return GpuHostHook.of(self.recipe.host, self._code)
+
+    @property
+    def _code(self) -> str:
+        return code_hash() if self.code in (None, "", "None") else str(self.code)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.phase} {self.dataset}"
+
+    @property
+    def _workspace(self) -> Workspace:
+        return Workspace(Path(self.recipe.host.workspace))
+
+    @property
+    def _job_dir(self) -> JobDir:
+        return self._workspace.job(self.phase, self.dataset)
+
+
+def what(recipe: Recipe, phase: str, dataset: str, mode: str, run_id: str) -> str:
+    """Hash of what is to be done: two starts with the same one mean the same job.
+
+    Phase, dataset, target and the phase's recipe section, and the run when restarting; not code,
+    budgets or concurrency.
+    """
+    tree = recipe.as_json()
+    sections = {"prepare": ("generate",), "export": ("train",)}.get(phase, (phase,))
+    value = {"phase": phase, "dataset": dataset, "target": tree["target"]}
+    value |= {section: tree[section] for section in sections}
+    if phase == "prepare":
+        limits = ("token_budget", "min_tokens")
+        value["datasets"] = [
+            {key: item for key, item in source.items() if key not in limits}
+            for source in tree["datasets"]
+        ]
+    if mode == "restart":
+        value["run_id"] = run_id
+    return digest(value)
+
+
+def _defaults(phase: str, recipe: Recipe, asset: str | Asset | None) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"map_index_template": "{{ task.dataset }}"}
+    if phase in GPU_PHASES:
+        defaults["pool"] = recipe.host.pool
+    if asset is not None:
+        defaults["outlets"] = [_alias(asset)]
+    return defaults
+
+
+def _alias(asset: str | Asset) -> AssetAlias:
+    return AssetAlias(asset if isinstance(asset, str) else asset.uri)
+
+
+def _budget(value: str | int | None) -> int | None:
+    if value in (None, "", "None"):
+        return None
+    try:
+        budget = int(str(value))
+    except ValueError:
+        budget = 0
+    if budget < 1:
+        raise RecipeError(f"token budget is {value!r}: give a number above 0, or nothing")
+    return budget

@@ -1,0 +1,149 @@
+"""Wait until a dataset is ready for the next phase, or say at once why it will not be.
+
+Both ask the host for ``status --json``, when they start and when the job they wait for has ended;
+in between they are deferred and hold no slot.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+from airflow.sdk import BaseOperator
+from airflow.sdk.exceptions import AirflowFailException
+
+from drafter.recipe import Recipe
+from gpu_host.hooks import GpuHostHook
+from gpu_host.operators import output_of
+from gpu_host.triggers import StatusTrigger, is_alive, stored_tokens
+
+VERIFY_TIMEOUT_S = 3600
+"""Hashing takes about a second per GB."""
+
+
+class _DatasetSensor(BaseOperator):
+    """Waits while ``phase`` runs on the dataset; then :meth:`judge` decides."""
+
+    template_fields = ("dataset", "code")
+    phase: str
+
+    def __init__(
+        self,
+        *,
+        dataset: str,
+        recipe: Recipe,
+        code: str | None = None,
+        retries: int = 2,
+        retry_delay: timedelta = timedelta(seconds=10),
+        map_index_template: str = "{{ task.dataset }}",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            retries=retries,
+            retry_delay=retry_delay,
+            map_index_template=map_index_template,
+            **kwargs,
+        )
+        self.dataset = dataset
+        self.recipe = recipe
+        self.code = code
+
+    @classmethod
+    def partial(cls, **kwargs: Any) -> Any:
+        return super().partial(**{"map_index_template": "{{ task.dataset }}", **kwargs})
+
+    def judge(self, status: dict[str, Any]) -> dict[str, Any]:
+        """Numbers for XCom. Raises AirflowFailException with the reason."""
+        raise NotImplementedError
+
+    def execute(self, context: Any) -> dict[str, Any]:  # noqa: ARG002
+        return self._look()
+
+    def execute_complete(self, context: Any, event: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        return self._look()
+
+    def _look(self) -> dict[str, Any]:
+        status = self.status()
+        if not is_alive(status, self.phase, self.dataset):
+            return self.judge(status)
+        host = self.recipe.host
+        self.log.info("%s %s is running: waiting for its end", self.phase, self.dataset)
+        self.defer(
+            trigger=StatusTrigger(
+                conn_id=host.conn_id,
+                workspace=host.workspace,
+                python=host.python,
+                code=self.code,
+                phase=self.phase,
+                dataset=self.dataset,
+                poll_s=host.poll_s,
+                patience_s=host.lease_s,
+            ),
+            method_name="execute_complete",
+        )
+        raise AssertionError("defer raises")
+
+    def status(self, *arguments: str) -> dict[str, Any]:
+        command = ["status", "--json", "--dataset", self.dataset, *arguments]
+        with self.hook() as hook:
+            output = output_of(self.log, hook, command, timeout_s=VERIFY_TIMEOUT_S)
+        answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return answer
+
+    def hook(self) -> GpuHostHook:
+        return GpuHostHook.of(self.recipe.host, self.code)
+
+    def section(self, status: dict[str, Any]) -> dict[str, Any] | None:
+        section: dict[str, Any] | None = status["datasets"].get(self.dataset, {}).get(self.phase)
+        return section
+
+
+class TokenBudgetSensor(_DatasetSensor):
+    """Succeeds when generation of the dataset has finished, or has stored its token budget."""
+
+    phase = "generate"
+
+    def judge(self, status: dict[str, Any]) -> dict[str, Any]:
+        limits = self.recipe.dataset(self.dataset)
+        section = self.section(status) or {}
+        tokens, budget = stored_tokens(status, self.dataset), limits.token_budget
+        job = status["jobs"].get(self.phase, {}).get(self.dataset)
+        numbers = f"{tokens} tokens stored, budget {budget or 'none'}, minimum {limits.min_tokens}"
+        if job and job["job"] and (job["exit"] is None or job["exit"]["code"]):
+            code, reason = "none", "it left no exit record"
+            if job["exit"]:
+                code, reason = job["exit"]["code"], job["exit"]["reason"]
+            raise AirflowFailException(
+                f"generation of {self.dataset} ended with exit {code} ({reason}): {numbers}; clear"
+                " its task in the generate DAG, then this one"
+            )
+        reached = budget is not None and tokens >= budget
+        if tokens < limits.min_tokens or not (section.get("stop_reason") or reached):
+            raise AirflowFailException(
+                f"{self.dataset} is not generated and nothing runs: {numbers}; run the generate DAG"
+            )
+        self.log.info("%s (%s): %s", self.dataset, section.get("stop_reason", "budget"), numbers)
+        return {"tokens": tokens, "stop_reason": section.get("stop_reason")}
+
+
+class SchemaSensor(_DatasetSensor):
+    """Succeeds when validation has finished and every file is still as it left it."""
+
+    phase = "validate"
+
+    def judge(self, status: dict[str, Any]) -> dict[str, Any]:
+        section = self.section(status)
+        if section is None:
+            raise AirflowFailException(
+                f"{self.dataset} is not validated and nothing runs: run the validate DAG"
+            )
+        verified = self.status("--verify")["datasets"][self.dataset]["verified"]
+        for file, state in verified.items():
+            if state != "ok":
+                raise AirflowFailException(
+                    f"{file} of {self.dataset} is {state} since it was validated: run the validate"
+                    " DAG again"
+                )
+        self.log.info("%s: %d files are as validation left them", self.dataset, len(verified))
+        return dict(section["counts"])
