@@ -41,6 +41,7 @@ class Stack:
     web_port: int
     ports: dict[str, int]
     """Loopback ports of everything else: PORTS."""
+    dags: Path = ROOT / "dags"
 
     @property
     def workspace(self) -> Path:
@@ -80,7 +81,7 @@ def environment(stack: Stack) -> dict[str, str]:
         "DRAFTER_RECIPE": str(stack.recipe),
         "AIRFLOW_HOME": str(home),
         "AIRFLOW_CONN_GPU_HOST": sshd.connection(stack.home / "ssh", ports["sshd"]),
-        "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
+        "AIRFLOW__CORE__DAGS_FOLDER": str(stack.dags),
         "AIRFLOW__CORE__PLUGINS_FOLDER": str(ROOT / "plugins"),
         "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
         "AIRFLOW__CORE__PARALLELISM": "8",

@@ -1,1 +1,1 @@
-"""Servers of the target model that the project brings itself."""
+"""Ways to run the target model: an embedded server, and what extraction runs it with."""
