@@ -48,10 +48,9 @@ def _overall(evaluations: list[dict[str, Any]], drafter: str) -> float | None:
     """Generated tokens per verification, summed over datasets; None when it was not measured."""
     sums = [evaluation["sums"].get(drafter) for evaluation in evaluations]
     measured = [entry for entry in sums if entry]
-    verifications = sum(entry["verifications"] for entry in measured)
-    if not verifications:
-        return None
-    return round(sum(entry["generated"] for entry in measured) / verifications, 3)
+    verifications = sum(int(entry["verifications"]) for entry in measured)
+    generated = sum(int(entry["generated"]) for entry in measured)
+    return round(generated / verifications, 3) if verifications else None
 
 
 def table(summary: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,13 +56,16 @@ def _python() -> Finding:
 
 
 def _workspace(root: Path) -> Finding:
-    parent = next(p for p in (root, *root.parents) if p.exists())
-    if not os.access(parent, os.W_OK):
-        error = RecipeError(
-            f"{parent} is not writable: correct host.workspace or the rights of the SSH user"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            free_gb = shutil.disk_usage(root).free / 1e9
+    except OSError as error:
+        refused = RecipeError(
+            f"workspace {root} is not writable ({error.strerror}): correct host.workspace, or the"
+            " rights of the SSH user"
         )
-        return Finding("workspace", str(root), error)
-    free_gb = shutil.disk_usage(parent).free / 1e9
+        return Finding("workspace", str(root), refused)
     return Finding("workspace", f"{root} ({free_gb:.0f} GB free)")
 
 

@@ -40,7 +40,7 @@ class PlanOperator(BaseOperator):
             command += ["--mode", params["mode"]]
         if params.get("token_budget"):
             command += ["--token-budget", str(params["token_budget"])]
-        with GpuHostHook.of(self.recipe.host, self.code) as hook:
+        with self.hook() as hook:
             output = output_of(self.log, hook, command, timeout_s=PLAN_TIMEOUT_S)
         *lines, last = output.splitlines()
         for line in lines:
@@ -50,6 +50,9 @@ class PlanOperator(BaseOperator):
             self.log.info("plan_only is set: nothing is started")
             return []
         return names
+
+    def hook(self) -> GpuHostHook:
+        return GpuHostHook.of(self.recipe.host, self.code)
 
 
 class JoinOperator(BaseOperator):
@@ -72,9 +75,8 @@ class JoinOperator(BaseOperator):
         self.asset = asset
 
     def execute(self, context: Any) -> dict[str, Any]:
-        with GpuHostHook.of(self.recipe.host, self.code) as hook:
-            command = ["join", self.phase]
-            output = output_of(self.log, hook, command, timeout_s=PLAN_TIMEOUT_S)
+        with self.hook() as hook:
+            output = output_of(self.log, hook, ["join", self.phase], timeout_s=PLAN_TIMEOUT_S)
         joined: dict[str, Any] = json.loads(output.splitlines()[-1])
         if joined["missing"]:
             raise AirflowSkipException(
@@ -85,6 +87,9 @@ class JoinOperator(BaseOperator):
             raise AirflowSkipException("this set was announced before: nothing new")
         context["outlet_events"][self.asset].extra = {"digest": joined["digest"]}
         return joined
+
+    def hook(self) -> GpuHostHook:
+        return GpuHostHook.of(self.recipe.host, self.code)
 
 
 def _of_events(context: Any, recipe: Recipe) -> list[str]:
