@@ -12,6 +12,8 @@
     in_flight        this job's share of the engine
     recipe           the resolved recipe
     timeout_s, lease_s, grace_s
+    lock             what the job holds while it runs; layout.Workspace.lock
+    request          id of the Airflow try that asks, or null
 """
 
 from __future__ import annotations

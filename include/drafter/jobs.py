@@ -50,7 +50,7 @@ def start(workspace_root: Path, spec: dict[str, Any]) -> dict[str, Any]:
     job = workspace.job(spec["phase"], spec["dataset"])
     name = f"{spec['phase']} {spec['dataset']}"
     with _explained(job.root), _starting(job, START_WAIT_S):
-        if spec.get("request") and spec["request"] == _read(job.root / "stopped").get("request"):
+        if spec.get("request") and spec["request"] == _read(job.stopped).get("request"):
             raise Stopped(f"{name} was stopped before it started: clear the task to start it")
         if live(job) and _state(job) == "stopping":
             _wait(lambda: not live(job), STOP_WAIT_S)
@@ -126,12 +126,12 @@ def stop(
     with _explained(job.root), _starting(job, wait_s):
         if request is not None:
             with contextlib.suppress(OSError):
-                write_json(job.root / "stopped", {"request": request})
+                write_json(job.stopped, {"request": request})
         current = live(job)
         if current is None or start_id not in (None, current):
             return {"outcome": "not running"}
         with contextlib.suppress(OSError):  # a full disk: killed below instead
-            write_json(job.root / "stop", {"start_id": current, "request": request})
+            write_json(job.stop, {"start_id": current, "request": request})
         for process in _watching(job):
             send(process, signal.SIGCONT)
         grace_s = read_json(job.job)["grace_s"]
@@ -155,7 +155,7 @@ def job_dirs(
     workspace_root: Path, dataset: str | None = None, phase: str | None = None
 ) -> list[Path]:
     """Directories of the jobs that ever were, live or not."""
-    top = Path(workspace_root) / "jobs"
+    top = Workspace(Path(workspace_root)).jobs
     return sorted(
         path
         for path in top.glob("*/*")
@@ -197,7 +197,7 @@ def _clear(job: JobDir) -> None:
     if last and (left := end(lambda: members(last), grace_s=0)):
         pids = ", ".join(str(process.pid) for process in left)
         raise Busy(f"processes {pids} of the last start would not die: see to them on the host")
-    names = (job.exit, job.state, job.progress, job.root / "stop", job.root / "stopped")
+    names = (job.exit, job.state, job.progress, job.stop, job.stopped)
     for path in names:
         path.unlink(missing_ok=True)
 
@@ -299,7 +299,7 @@ def _wait(condition: Callable[[], object], wait_s: float) -> bool:
 def _starting(job: JobDir, wait_s: float) -> Iterator[None]:
     """One start or stop at a time per directory."""
     job.root.mkdir(parents=True, exist_ok=True)
-    fd = os.open(job.root / ".start", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(job.starting, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     give_up = time.monotonic() + wait_s
     try:
         while True:

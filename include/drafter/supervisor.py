@@ -79,7 +79,7 @@ class ExitRecord:
     def __init__(self, job: JobDir, start_id: str) -> None:
         self._job = job
         self._start_id = start_id
-        self._reserved = job.root / ".exit.reserved"
+        self._reserved = job.reserved_exit
         self._reserved.write_bytes(b" " * _RESERVED_BYTES)
 
     def write(self, code: int, reason: str, request: str | None = None) -> None:
@@ -231,7 +231,7 @@ class Supervisor:
                 self._status = status
 
     def _stop(self) -> dict[str, Any] | None:
-        path = self._job.root / "stop"
+        path = self._job.stop
         if not path.exists():
             return None
         stop: dict[str, Any] = read_json(path)

@@ -103,17 +103,16 @@ class JobTrigger(BaseTrigger):
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 for pause_s in BACKOFF_S:
                     try:
-                        code, output, errors = await hook.arun(arguments, timeout_s=STOP_TIMEOUT_S)
+                        self.log.info("Stopped: %s", json.dumps(await ask(hook, arguments)))
+                        return
                     except DrafterError as error:
                         self.log.warning("Cannot stop the job yet: %s", error)
-                        await asyncio.sleep(pause_s)
-                        continue
-                    self.log.info("Stop ended with %d: %s", code, (output + errors).strip())
-                    return
+                    await asyncio.sleep(pause_s)
         except TimeoutError:
-            self.log.error("Could not stop %s: its lease will", self.job_dir)
+            pass
         finally:
             await hook.aclose()
+        self.log.error("Could not stop %s: its lease will, or `drafter stop`", self.job_dir)
 
     async def _follow(self) -> dict[str, Any]:
         hook = self.hook()
