@@ -164,8 +164,28 @@ class JobDir:
         return self.root / "exit"
 
     @property
+    def reserved_exit(self) -> Path:
+        """Becomes ``exit``: its bytes are taken at the start, so that a full disk cannot."""
+        return self.root / ".exit.reserved"
+
+    @property
     def lease(self) -> Path:
         return self.root / "lease"
+
+    @property
+    def stop(self) -> Path:
+        """{start_id, request}: that start is to end."""
+        return self.root / "stop"
+
+    @property
+    def stopped(self) -> Path:
+        """{request}: the last asker that was stopped; a later start by it is refused."""
+        return self.root / "stopped"
+
+    @property
+    def starting(self) -> Path:
+        """flock: one start or stop at a time."""
+        return self.root / ".start"
 
 
 @dataclass(frozen=True)
@@ -194,8 +214,12 @@ class Workspace:
     def drafter(self, run: str) -> DrafterRun:
         return DrafterRun(self.root / "drafter" / run)
 
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs"
+
     def job(self, phase: str, dataset: str) -> JobDir:
-        return JobDir(self.root / "jobs" / phase / dataset)
+        return JobDir(self.jobs / phase / dataset)
 
     def lock(self, phase: str, dataset: str) -> Path:
         """The lock a job holds: the dataset's, or the phase's own for jobs over all datasets."""
