@@ -128,7 +128,9 @@ def stop(
             with contextlib.suppress(OSError):
                 write_json(job.stopped, {"request": request})
         current = live(job)
-        if current is None or start_id not in (None, current):
+        if current is None:
+            return {"outcome": "stopped" if _sweep(job) else "not running"}
+        if start_id not in (None, current):
             return {"outcome": "not running"}
         with contextlib.suppress(OSError):  # a full disk: killed below instead
             write_json(job.stop, {"start_id": current, "request": request})
@@ -193,13 +195,21 @@ def _answer(outcome: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 def _clear(job: JobDir) -> None:
     """Take away what the last start left: records, and processes that outlived both watchers."""
-    last = _read(job.job).get("start_id")
-    if last and (left := end(lambda: members(last), grace_s=0)):
-        pids = ", ".join(str(process.pid) for process in left)
-        raise Busy(f"processes {pids} of the last start would not die: see to them on the host")
+    _sweep(job)
     names = (job.exit, job.state, job.progress, job.stop, job.stopped)
     for path in names:
         path.unlink(missing_ok=True)
+
+
+def _sweep(job: JobDir) -> bool:
+    """Kill what outlived both watching processes of the last start; False when nothing did."""
+    last = _read(job.job).get("start_id")
+    if not last or not members(last):
+        return False
+    if left := end(lambda: members(last), grace_s=0):
+        pids = ", ".join(str(process.pid) for process in left)
+        raise Busy(f"processes {pids} of the last start would not die: see to them on the host")
+    return True
 
 
 def _spawn(job: JobDir, start_id: str, code_dir: Path) -> None:

@@ -93,13 +93,25 @@ def test_what_outlives_both_watching_processes_dies_at_the_next_look(host: Host)
     os.kill(guardian, signal.SIGSTOP)
     os.kill(host.pids("supervisor"), signal.SIGKILL)
     os.kill(guardian, signal.SIGKILL)
-    until(lambda: not any("drafter.supervisor" in command for command in host.processes()))
-    assert len(host.processes()) == 2
+    until(lambda: len(host.processes()) == 2)
     look = host.poll()
     assert (look["alive"], look["exit"]) == (False, None)
     assert host.processes() == []
     assert host.start(say("again"))["outcome"] == "started"
     assert host.ended()["code"] == 0
+
+
+def test_a_stop_ends_what_outlived_both_watching_processes(host: Host) -> None:
+    host.start(STUBBORN)
+    until(lambda: "ready" in host.starts())
+    guardian = host.pids("guardian")
+    os.kill(guardian, signal.SIGSTOP)
+    os.kill(host.pids("supervisor"), signal.SIGKILL)
+    os.kill(guardian, signal.SIGKILL)
+    until(lambda: len(host.processes()) == 2)
+    assert host.stop() == {"outcome": "stopped"}
+    assert host.processes() == []
+    assert host.stop() == {"outcome": "not running"}
 
 
 def test_a_suspended_job_still_stops(host: Host) -> None:
