@@ -1,0 +1,128 @@
+"""Checkpoints of a training: directories that appear whole, and everything that resuming needs.
+
+    step-000500/
+      drafter.safetensors     weights in float32, d2t, t2d; metadata: the drafter's shape as JSON
+      optimizer.safetensors   <parameter>.<state of AdamW>
+      state.json              step
+
+There is no random state: nothing in training draws a number, and the order of rows is a function of
+the seed and the step (corpus.batches). The same step resumed is therefore the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafter import vocabulary
+from drafter.errors import DataError, DrafterError
+from drafter.layout import DrafterRun, fsync_dir, write_json
+from drafter.model import Drafter, Shape
+from drafter.target_head import TargetHead
+
+WEIGHTS = "drafter.safetensors"
+_OPTIMIZER = "optimizer.safetensors"
+_KEPT = 2
+"""Newest checkpoints kept: the last, and the one before it in case the last is damaged."""
+
+
+def no_states(run: DrafterRun) -> DrafterRun:
+    """Where the same drafter is trained without the target's states."""
+    return DrafterRun(run.root / "no_states")
+
+
+def steps(run: DrafterRun) -> list[int]:
+    """Steps of which a complete checkpoint exists, ascending."""
+    names = (re.fullmatch(r"step-(\d{6,})", path.name) for path in run.root.glob("step-*"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def save(run: DrafterRun, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer) -> Path:
+    """Write the checkpoint of ``step``, then drop all but the newest.
+
+    Raises DrafterError when the disk is full; checkpoints written before are untouched.
+    """
+    final = run.checkpoint(step)
+    partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
+    partial.mkdir(parents=True)
+    try:
+        shape = json.dumps(asdict(drafter.shape), sort_keys=True)
+        weights = {name: tensor.contiguous() for name, tensor in drafter.state_dict().items()}
+        save_file(weights, partial / WEIGHTS, metadata={"shape": shape})
+        save_file(_optimizer_state(drafter, optimizer), partial / _OPTIMIZER)
+        write_json(partial / "state.json", {"step": step})
+        for path in partial.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        os.replace(partial, final)
+        fsync_dir(run.root)
+    except (OSError, SafetensorError) as error:
+        raise DrafterError(
+            f"checkpoint {final} cannot be written ({error}): free disk space and start again, "
+            "training continues from the checkpoint before it"
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    for old in steps(run)[:-_KEPT]:
+        # Half a directory must not look like a checkpoint, so it loses its name first.
+        os.replace(run.checkpoint(old), partial)
+        shutil.rmtree(partial)
+    return final
+
+
+def clear_partial(run: DrafterRun) -> None:
+    """Remove what a killed writer left. Only one process trains a run at a time."""
+    for path in run.root.glob(".step-*.partial"):
+        shutil.rmtree(path)
+
+
+def load_drafter(directory: Path, head: TargetHead) -> Drafter:
+    """The drafter of a checkpoint, on the CPU. DataError when a file is damaged or does not fit."""
+    path = directory / WEIGHTS
+    try:
+        with safe_open(path, framework="pt") as file:
+            fields = json.loads(file.metadata()["shape"])
+        tensors = load_file(path)
+        shape = Shape(**{**fields, "aux_layers": tuple(fields["aux_layers"])})
+        drafter = Drafter(shape, head, tensors["d2t"], tensors["t2d"])
+        drafter.load_state_dict(tensors)
+    except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
+        raise DataError(
+            f"{path} cannot be read ({error}): remove {directory} and train again, the checkpoint "
+            "before it is used"
+        ) from None
+    vocabulary.check(tensors["d2t"], tensors["t2d"], str(path))
+    return drafter
+
+
+def load_optimizer(directory: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> None:
+    """Give ``optimizer``, made over ``drafter.parameters()``, the state it was saved with."""
+    path = directory / _OPTIMIZER
+    try:
+        saved = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"{path} cannot be read ({error}): remove {directory} and train again, the checkpoint "
+            "before it is used"
+        ) from None
+    named = dict(drafter.named_parameters())
+    for name, tensor in saved.items():
+        parameter, key = name.rsplit(".", 1)
+        optimizer.state[named[parameter]][key] = tensor.to(named[parameter].device)
+
+
+def _optimizer_state(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}": value.contiguous()
+        for name, parameter in drafter.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }

@@ -1,0 +1,163 @@
+"""Phase evaluate: the acceptance length of a run on the held-out prompts of one dataset.
+
+The target answers the prompts greedily (greedy.py), extraction gives its states over prompt and
+answer, and four drafters replay the answers (replay.py): the trained one, the same before its first
+step, the same trained without the target's states, and tables of n-grams. Only a drafter that beats
+the last two has learnt something from the target's states.
+
+Writes ``drafter/<run>/evaluation/<dataset>.json``::
+
+    inputs              what it depends on (plan.inputs)
+    acceptance_length   {untrained, ngram, no_states, trained}; null where there is none
+    sums                {name: {generated, verifications}}; add them up for several datasets
+    ngram_order         of the best table, whose numbers stand under "ngram"
+    counts              {prompts, tokens, failed: {class: n}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from drafter import checkpoint, corpus, greedy, jsonl, ngram, plan, template
+from drafter.errors import DataError
+from drafter.job import Job
+from drafter.layout import DrafterRun, read_json, write_json
+from drafter.model import Drafter, new_drafter
+from drafter.replay import Tally, replay
+from drafter.rows import Family
+from drafter.shards import DTYPES, Features, Row
+
+
+class Backend(Protocol):
+    """What makes the target's states."""
+
+    def features(self, batch: list[list[int]]) -> list[Features]: ...
+
+
+OpenBackend = Callable[[Path, torch.dtype, Sequence[int]], Backend]
+
+
+def run(job: Job) -> None:
+    """The phase. DataError when training has not finished or no prompt is held out."""
+    from drafter.engines.transformers import TransformersBackend
+
+    evaluate(job, template.family(Path(job.recipe.target.path)), TransformersBackend)
+
+
+def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
+    """``run`` with the target's control tokens and the maker of states given."""
+    recipe, workspace = job.recipe, job.workspace
+    inputs = plan.inputs("evaluate", job.dataset, workspace, recipe)
+    run_ = workspace.drafter(plan.run_name(workspace, recipe))
+    prompts = _held_out_prompts(job)
+    store = run_.greedy(job.dataset)
+    failed = greedy.ask(job, family, store, prompts)
+    answers = greedy.answers(store, recipe.evaluate.max_new_tokens)
+    answered = {sample_id: ids for sample_id, ids in prompts.items() if sample_id in answers}
+    print(
+        f"{job.dataset}: {len(answered)} greedy answers, {sum(failed.values())} failed", flush=True
+    )
+
+    everything = corpus.collect(workspace, recipe)
+    head = corpus.read_head(recipe, everything)
+    trained = checkpoint.load_drafter(run_.checkpoint(recipe.train.steps), head)
+    backend = open_backend(
+        Path(recipe.target.path), DTYPES[recipe.extract.dtype], trained.shape.aux_layers
+    )
+    rows = _rows(backend, answered, answers, recipe.extract.batch_tokens)
+    del backend  # the target's memory is the drafters' now
+    draft = recipe.evaluate.draft_tokens
+    untrained = new_drafter(trained.shape, head, trained.d2t, trained.t2d, recipe.train.seed)
+    tallies: dict[str, Tally | None] = {
+        "untrained": replay(_placed(untrained), rows, draft),
+        "no_states": None,
+        "trained": replay(_placed(trained), rows, draft),
+    }
+    blind = checkpoint.no_states(run_).checkpoint(recipe.train.steps)
+    if blind.exists():
+        drafter = _placed(checkpoint.load_drafter(blind, head))
+        tallies["no_states"] = replay(drafter, rows, draft, states=False)
+    job.report(prompts=len(prompts), answers=len(answered))
+    taught = [(e.read().input_ids_T.numpy(), e.prompt_tokens) for e in everything.trained]
+    asked = [(row.input_ids_T.numpy(), row.prompt_tokens) for row in rows]
+    tables = {order: ngram.replay(ngram.fit(taught, order), asked, draft) for order in ngram.ORDERS}
+    order = max(tables, key=lambda order: (tables[order].acceptance_length or 0, -order))
+    tallies["ngram"] = tables[order]
+    result = {
+        "inputs": inputs,
+        "acceptance_length": {n: t and t.acceptance_length for n, t in tallies.items()},
+        "sums": {n: t and t.as_json() for n, t in tallies.items()},
+        "ngram_order": order,
+        "counts": {
+            "prompts": len(answered),
+            "tokens": sum(len(answers[sample_id]) for sample_id in answered),
+            "failed": failed,
+        },
+    }
+    _finish(job, run_, result)
+
+
+def _held_out_prompts(job: Job) -> dict[str, list[int]]:
+    """The first held-out prompts by sample id."""
+    recipe = job.recipe
+    path = job.workspace.prepared(job.dataset).prompt_ids
+    prompts: dict[str, list[int]] = {}
+    for line in jsonl.rows(path):
+        if len(prompts) == recipe.evaluate.max_prompts:
+            break
+        if corpus.is_held_out(line.value["sample_id"], recipe.train.held_out_share):
+            prompts[line.value["sample_id"]] = line.value["input_ids"]
+    if not prompts:
+        raise DataError(
+            f"{job.dataset}: none of the prompts in {path} is held out: raise "
+            f"train.held_out_share ({recipe.train.held_out_share}), or add prompts"
+        )
+    return prompts
+
+
+def _rows(
+    backend: Backend,
+    prompts: dict[str, list[int]],
+    answers: dict[str, list[int]],
+    batch_tokens: int,
+) -> list[Row]:
+    """Prompts with their answers and the target's states, the shortest first."""
+    texts = sorted(
+        ((sample_id, ids + answers[sample_id]) for sample_id, ids in prompts.items()),
+        key=lambda text: (len(text[1]), text[0]),
+    )
+    rows: list[Row] = []
+    while texts:
+        size = 1
+        while size < len(texts) and (size + 1) * len(texts[size][1]) <= batch_tokens:
+            size += 1
+        batch, texts = texts[:size], texts[size:]
+        features = backend.features([ids for _, ids in batch])
+        for (sample_id, ids), each in zip(batch, features, strict=True):
+            prompt_tokens = len(prompts[sample_id])
+            aux, final = each.aux_TAD.cpu(), each.final_TD.cpu()
+            rows.append(Row(sample_id, torch.tensor(ids), prompt_tokens, aux, final))
+    return rows
+
+
+def _placed(drafter: Drafter) -> Drafter:
+    """On the GPU, where there is one."""
+    placed: Drafter = drafter.to("cuda" if torch.cuda.is_available() else "cpu")
+    return placed
+
+
+def _finish(job: Job, run_: DrafterRun, result: dict[str, Any]) -> None:
+    path = run_.evaluation(job.dataset)
+    changed = not path.exists() or read_json(path) != result
+    if changed:
+        write_json(path, result)
+    lengths = ", ".join(
+        f"{name} {length:.2f}" for name, length in result["acceptance_length"].items() if length
+    )
+    line = f"acceptance length over {result['counts']['prompts']} held-out prompts: {lengths}"
+    job.report(done=True, changed=changed, line=line, **result["acceptance_length"])
+    print(f"{job.dataset}: {line}", flush=True)

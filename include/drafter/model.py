@@ -1,0 +1,237 @@
+"""The EAGLE-3 drafter: one decoder layer over the target's states and the token that follows them.
+
+    h = fc(aux)                                   target's fused states; later steps: the last h
+    x = [input_layernorm(embed(token)), hidden_norm(h)]
+    h = h + o_proj(attend(q_proj(x), k_proj(x), v_proj(x)))
+    h = h + mlp(post_attention_layernorm(h))
+    logits = lm_head(norm(h))                     over the draft vocabulary
+
+The residual carries h before hidden_norm, and the next step gets h before norm: what SafeAILab's
+code, SGLang, and vLLM with norm_before_residual = norm_output = false compute. Names of parameters
+are SGLang's, so that export renames a prefix at most. Embeddings are the target's, frozen, and are
+not part of the checkpoint.
+
+Letters: S = slots, Q = starts, H = hidden size, n = key-value heads, g = query heads per key-value
+head, d = head size, D = draft vocabulary. Source: EAGLE-3, arXiv:2503.01840.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafter.alignment import Batch
+from drafter.attention import attend
+from drafter.errors import RecipeError
+from drafter.target_head import TargetHead
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a drafter; written into every checkpoint and export."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    max_positions: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    """HF ``hidden_states`` indices, that is inputs of these layers."""
+
+
+def shape_for(
+    config: dict[str, Any],
+    aux_layers: tuple[int, ...],
+    draft_vocab_size: int,
+    intermediate_size: int | None,
+) -> Shape:
+    """The drafter's shape for a target with this (text) config.json.
+
+    Heads, head size and rope base are the target's; without rope scaling, since the drafter is
+    trained at the positions it is served at. Raises RecipeError naming a field that is missing.
+    """
+    try:
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        rope = config.get("rope_parameters") or config
+        return Shape(
+            hidden_size=hidden,
+            intermediate_size=intermediate_size or config["intermediate_size"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            # Latent attention (DeepSeek, Kimi) has no head_dim: its values' size stands for it.
+            head_dim=config.get("head_dim") or config.get("v_head_dim") or hidden // heads,
+            norm_eps=config["rms_norm_eps"],
+            rope_theta=float(rope.get("rope_theta", 10_000.0)),
+            max_positions=config["max_position_embeddings"],
+            vocab_size=config["vocab_size"],
+            draft_vocab_size=draft_vocab_size,
+            aux_layers=aux_layers,
+        )
+    except KeyError as field:
+        raise RecipeError(
+            f"the target's config.json has no {field}, which the drafter's shape is taken from: "
+            "complete it"
+        ) from None
+
+
+class Attention(nn.Module):  # type: ignore[misc]
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = _linear(2 * shape.hidden_size, query)
+        self.k_proj = _linear(2 * shape.hidden_size, kv)
+        self.v_proj = _linear(2 * shape.hidden_size, kv)
+        self.o_proj = _linear(query, shape.hidden_size)
+
+
+class Mlp(nn.Module):  # type: ignore[misc]
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = _linear(shape.hidden_size, shape.intermediate_size)
+        self.up_proj = _linear(shape.hidden_size, shape.intermediate_size)
+        self.down_proj = _linear(shape.intermediate_size, shape.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):  # type: ignore[misc]
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.hidden_norm = nn.RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.mlp = Mlp(shape)
+
+
+class Drafter(nn.Module):  # type: ignore[misc]
+    """Trainable weights, the draft vocabulary (d2t, t2d) and the target's frozen embedding."""
+
+    embed: Tensor
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, shape: Shape, head: TargetHead, d2t: Tensor, t2d: Tensor) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = _linear(len(shape.aux_layers) * shape.hidden_size, shape.hidden_size)
+        self.midlayer = Layer(shape)
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.lm_head = _linear(shape.hidden_size, shape.draft_vocab_size)
+        self.register_buffer("embed", head.embed, persistent=False)
+        self.register_buffer("d2t", d2t)
+        self.register_buffer("t2d", t2d)
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """int64 [D]: target id of each draft id."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def logits(self, state: Tensor) -> Tensor:
+        """[..., H] states as :class:`Unroll` returns them -> [..., D]."""
+        out: Tensor = self.lm_head(self.norm(state))
+        return out
+
+    def unroll(self, batch: Batch) -> Unroll:
+        """Begin a draft at every start of ``batch``."""
+        return Unroll(self, batch)
+
+    def train_states(self, batch: Batch, steps: int) -> list[Tensor]:
+        """Normed states [Q, H] of each of ``steps`` draft steps, reading what the target wrote."""
+        unroll = self.unroll(batch)
+        states = [unroll.first()]
+        for step in range(1, steps):
+            states.append(unroll.next(batch.next_Q.roll(1 - step)))
+        return [self.norm(state) for state in states]
+
+
+class Unroll:
+    """Drafts from every start of a batch at once, a step at a time.
+
+    Step 0 runs over all slots, because later slots see its keys; queries and everything after
+    attention are computed for starts only. Later steps see each other's keys within one draft.
+    """
+
+    def __init__(self, drafter: Drafter, batch: Batch) -> None:
+        self._drafter, self._batch = drafter, batch
+        self._position = batch.position_S[batch.start_Q]
+        self._own: list[tuple[Tensor, Tensor]] = []
+
+    def first(self) -> Tensor:
+        """Step 0: states [Q, H] from the target's states and the tokens it has written."""
+        batch = self._batch
+        fused = self._drafter.fc(batch.aux_SAH.flatten(1))
+        read = self._beside(batch.read_S, fused)
+        self._key, self._value = self._key_value(read, batch.position_S)
+        self._state = self._layer(read[batch.start_Q], fused[batch.start_Q], self._position)
+        return self._state
+
+    def next(self, token: Tensor) -> Tensor:
+        """A later step: states [Q, H] from those of the step before and ``token`` int64 [Q]."""
+        position = self._position + len(self._own) + 1
+        read = self._beside(token, self._state)
+        self._own.append(self._key_value(read, position))
+        self._state = self._layer(read, self._state, position)
+        return self._state
+
+    def _beside(self, token: Tensor, state: Tensor) -> Tensor:
+        layer = self._drafter.midlayer
+        embedded = F.embedding(token, self._drafter.embed).to(state.dtype)
+        return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(state)], -1)
+
+    def _key_value(self, read: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        shape, attention = self._drafter.shape, self._drafter.midlayer.self_attn
+        heads = (len(read), shape.num_kv_heads, shape.head_dim)
+        key = rotate(attention.k_proj(read).view(heads), position, shape.rope_theta)
+        return key, attention.v_proj(read).view(heads)
+
+    def _layer(self, read: Tensor, residual: Tensor, position: Tensor) -> Tensor:
+        shape, layer = self._drafter.shape, self._drafter.midlayer
+        query = layer.self_attn.q_proj(read).view(len(read), shape.num_heads, shape.head_dim)
+        query = rotate(query, position, shape.rope_theta)
+        groups = query.view(len(read), shape.num_kv_heads, -1, shape.head_dim)
+        seen = attend(groups, self._key, self._value, self._own, self._batch.spans)
+        state = residual + layer.self_attn.o_proj(seen.flatten(1))
+        out: Tensor = state + layer.mlp(layer.post_attention_layernorm(state))
+        return out
+
+
+def rotate(x: Tensor, position: Tensor, theta: float) -> Tensor:
+    """Rotary embedding of [N, heads, d] at ``position`` [N], halves paired as in Llama."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = position.float()[:, None, None] * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def new_drafter(shape: Shape, head: TargetHead, d2t: Tensor, t2d: Tensor, seed: int) -> Drafter:
+    """An untrained drafter in float32 on the CPU: a function of its arguments.
+
+    Matrices are normal with variance 1 / inputs. lm_head and norm are the target's own, so that a
+    state which resembles the target's already draws the target's tokens.
+    """
+    drafter = Drafter(shape, head, d2t, t2d)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in drafter.parameters():
+        if parameter.dim() == 2:
+            parameter.data.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+    drafter.lm_head.weight.data.copy_(head.lm_head[drafter.draft_ids])
+    drafter.norm.weight.data.copy_(head.norm_weight)
+    return drafter
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)

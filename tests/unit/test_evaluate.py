@@ -1,0 +1,156 @@
+"""The evaluation phase: the target is asked once, four drafters are compared."""
+
+import json
+
+import orjson
+import pytest
+import torch
+from unit.drafter_site import FAMILY, STOP, DrafterSite, TableBackend, greedy
+from unit.fake_engine import FakeEngine, Reply, answer
+
+from drafter import greedy as asking
+from drafter import train
+from drafter.errors import Busy, DataError
+from drafter.evaluate import evaluate
+from drafter.layout import read_json
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> DrafterSite:
+    site = DrafterSite(
+        tmp_path_factory.mktemp("evaluate"),
+        num_rows=60,
+        train={"steps": 100, "checkpoint_every_steps": 100, "batch_tokens": 500},
+    )
+    train.run(site.job("train"))
+    return site
+
+
+def truthful(request, _number, _again) -> Reply:
+    limit = request["sampling_params"]["max_new_tokens"]
+    ids = greedy(request["input_ids"], limit)
+    return Reply(body=answer(request, ids, "stop" if ids[-1] == STOP else "length"))
+
+
+def run(site: DrafterSite, dataset: str = "B1"):
+    evaluate(site.job("evaluate", dataset), FAMILY, TableBackend)
+    return read_json(site.run.evaluation(dataset))
+
+
+def test_the_states_are_what_the_drafter_is_good_for(trained):
+    trained.answer_greedily("B1")
+    result = run(trained)
+    length = result["acceptance_length"]
+    assert length["trained"] > 1.3
+    assert length["trained"] > 1.3 * max(length["ngram"], length["no_states"])
+    assert length["untrained"] < 1.2
+    assert result["counts"]["prompts"] == 8 and result["counts"]["failed"] == {}
+    assert result["sums"]["trained"]["generated"] == result["counts"]["tokens"] - 8
+    progress = read_json(trained.job("evaluate", "B1").dir.progress)
+    assert progress["done"] and progress["changed"] and "trained" in progress["line"]
+
+    before = trained.run.evaluation("B1").read_bytes()
+    run(trained)
+    assert trained.run.evaluation("B1").read_bytes() == before
+    assert not read_json(trained.job("evaluate", "B1").dir.progress)["changed"]
+
+
+def test_without_training_steps_trained_is_untrained(tmp_path):
+    site = DrafterSite(tmp_path, train={"steps": 0, "no_states_baseline": False})
+    train.run(site.job("train"))
+    site.answer_greedily("B1")
+    result = run(site)
+    assert result["sums"]["trained"] == result["sums"]["untrained"]
+    assert result["acceptance_length"]["no_states"] is None
+
+
+def test_no_prompt_is_asked_twice(trained):
+    path = trained.run.greedy("B2")
+    path.unlink(missing_ok=True)
+    with FakeEngine(truthful) as engine:
+        trained.urls = (engine.url,)
+        first = run(trained, "B2")
+        asked = [request["sampling_params"] for request in engine.requests]
+        assert len(asked) == first["counts"]["prompts"] == 8
+        assert all(sampling["temperature"] == 0 for sampling in asked)
+        assert all(sampling["max_new_tokens"] == 24 for sampling in asked)
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(lines[:5]) + lines[5][:20])
+        assert run(trained, "B2") == first
+        assert len(engine.requests) == 11
+    assert len(path.read_bytes().splitlines()) == 8
+
+
+def test_an_answer_cut_by_a_lower_limit_is_asked_anew_and_a_longer_one_is_cut(tmp_path):
+    store = tmp_path / "greedy.jsonl"
+    rows = [
+        {"sample_id": "a", "output_ids": [1, 2], "finish_reason": "length", "max_new_tokens": 2},
+        {"sample_id": "b", "output_ids": [1, 0], "finish_reason": "stop", "max_new_tokens": 2},
+        {"sample_id": "c", "output_ids": [1] * 9, "finish_reason": "length", "max_new_tokens": 9},
+    ]
+    store.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert asking.answers(store, 4) == {"b": [1, 0], "c": [1] * 4}
+    assert asking.answers(store, 2) == {"a": [1, 2], "b": [1, 0], "c": [1] * 2}
+
+
+def test_a_prompt_that_the_engine_refuses_for_good_is_counted(trained):
+    def refuses_one(request, number, again) -> Reply:
+        return Reply(400, {"error": "no"}) if number == 3 else truthful(request, number, again)
+
+    trained.run.greedy("B2").unlink(missing_ok=True)
+    with FakeEngine(refuses_one) as engine:
+        trained.urls = (engine.url,)
+        counts = run(trained, "B2")["counts"]
+    assert (counts["prompts"], counts["failed"]) == (7, {"permanent": 1})
+
+
+def test_an_engine_that_cuts_answers_off_leaves_the_others_and_is_told_busy(tmp_path):
+    def aborts_some(request, number, again) -> Reply:
+        ids = request["input_ids"]
+        return Reply(body=answer(request, [1], "abort")) if len(ids) > 4 else truthful(
+            request, number, again
+        )  # fmt: skip
+
+    site = DrafterSite(tmp_path, train={"steps": 0, "no_states_baseline": False})
+    train.run(site.job("train"))
+    prompts = site.held_out("B1")
+    with FakeEngine(aborts_some) as engine:
+        site.urls = (engine.url,)
+        job = site.job("evaluate", "B1")
+        job = job.__class__(**{**vars(job), "recipe": once(site)})
+        with pytest.raises(Busy, match=r"held-out prompts got no answer \(abort"):
+            asking.ask(job, FAMILY, site.run.greedy("B1"), prompts)
+    kept = [orjson.loads(line) for line in site.run.greedy("B1").read_bytes().splitlines()]
+    assert {row["sample_id"] for row in kept} == {i for i, ids in prompts.items() if len(ids) <= 4}
+
+
+def once(site: DrafterSite):
+    """The recipe with one send per prompt: retries wait."""
+    recipe = site.recipe
+    return recipe.model_copy(
+        update={"generate": recipe.generate.model_copy(update={"attempts": 1})}
+    )
+
+
+def test_a_dataset_without_held_out_prompts_says_what_to_raise(tmp_path):
+    site = DrafterSite(
+        tmp_path, num_rows=3,
+        train={"steps": 0, "no_states_baseline": False, "held_out_share": 1e-9},
+    )  # fmt: skip
+    train.run(site.job("train"))
+    with pytest.raises(DataError, match=r"B1: none of the prompts .* raise train.held_out_share"):
+        run(site)
+
+
+def test_it_waits_for_training(tmp_path):
+    site = DrafterSite(tmp_path)
+    with pytest.raises(DataError, match="train"):
+        run(site)
