@@ -22,8 +22,8 @@ SBIN = "/usr/sbin:/usr/local/sbin"
 CONFIG = """\
 ListenAddress 127.0.0.1
 Port {port}
-HostKey {keys}/host
-AuthorizedKeysFile {keys}/user.pub
+HostKey "{keys}/host"
+AuthorizedKeysFile "{keys}/user.pub"
 PidFile none
 PasswordAuthentication no
 KbdInteractiveAuthentication no

@@ -222,9 +222,14 @@ def serve(model_dir: Path, host: str, port: int) -> None:
     # to whatever else runs beside a demo.
     torch.set_num_threads(1)
     server = _listen(model_dir, host, port)
-    # Nothing is kept, and tearing torch down would take longer than the stop may.
+
+    def end(*_: object) -> None:
+        os.write(1, f"answered {server.num_generate} /generate requests\n".encode())
+        # Nothing is kept, and tearing torch down would take longer than the stop may.
+        os._exit(0)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(0))
+        signal.signal(number, end)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     decoder = server.decoder
     print(
