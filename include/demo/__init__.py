@@ -1,0 +1,1 @@
+"""The embedded default: a tiny trained target, its prompts, and the language both speak."""
