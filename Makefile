@@ -29,7 +29,7 @@ setup: .venv/.ready .demo/host-venv/.ready sshd
 .PHONY: sshd
 sshd:
 	@command -v sshd >/dev/null || [ -x /usr/sbin/sshd ] || { \
-	  if [ "$$(id -u)" = 0 ]; then apt=apt-get; else apt="sudo -n apt-get"; fi; \
+	  if [ "$$(id -u)" = 0 ]; then apt=apt-get; else apt="sudo -n env DEBIAN_FRONTEND=noninteractive apt-get"; fi; \
 	  $$apt -qq update && DEBIAN_FRONTEND=noninteractive $$apt -qq install -y openssh-server >/dev/null; \
 	} || { echo "setup: sshd is missing and could not be installed:" \
 	  "install the package openssh-server" >&2; exit 1; }
@@ -51,5 +51,6 @@ lint: .venv/.ready
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
-clean: down
+clean:
+	[ ! -x .venv/bin/python ] || $(MAKE) down
 	rm -rf .demo .venv

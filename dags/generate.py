@@ -41,7 +41,12 @@ with DAG(
         retries=0,
     )
     prepare = PhaseOperator(
-        task_id="prepare", recipe=RECIPE, code=deploy.output, phase="prepare", dataset="all"
+        task_id="prepare",
+        recipe=RECIPE,
+        code=deploy.output,
+        phase="prepare",
+        dataset="all",
+        mode="{{ params.mode }}",
     )
     plan = PlanOperator(task_id="plan", recipe=RECIPE, code=deploy.output, phase="generate")
     generate = PhaseOperator.partial(

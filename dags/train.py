@@ -10,7 +10,7 @@ from __future__ import annotations
 from airflow.sdk import DAG
 
 from drafter.recipe import deployed_recipe
-from gpu_host.dag_options import DEFAULTS, START, dataset_params, joined_asset
+from gpu_host.dag_options import DEFAULTS, START, joined_asset, plan_params
 from gpu_host.operators import DeployOperator, HostCommandOperator, PhaseOperator
 from gpu_host.planning import PlanOperator
 
@@ -22,7 +22,7 @@ with DAG(
     start_date=START,
     catchup=False,
     max_active_runs=1,
-    params=dataset_params(RECIPE),
+    params=plan_params(),
     default_args=DEFAULTS,
     tags=["drafter", RECIPE.name],
     doc_md=__doc__,
@@ -31,13 +31,14 @@ with DAG(
     doctor = HostCommandOperator(
         task_id="doctor", recipe=RECIPE, code=deploy.output, command=["doctor", "train"], retries=0
     )
-    train = PhaseOperator(
-        task_id="train", recipe=RECIPE, code=deploy.output, phase="train", dataset="all"
-    )
-    plan = PlanOperator(task_id="plan", recipe=RECIPE, code=deploy.output, phase="evaluate")
+    plan = PlanOperator(task_id="plan", recipe=RECIPE, code=deploy.output, phase="train")
+    train = PhaseOperator.partial(
+        task_id="train", recipe=RECIPE, code=deploy.output, phase="train"
+    ).expand(dataset=plan.output)
+    datasets = PlanOperator(task_id="datasets", recipe=RECIPE, code=deploy.output, phase="evaluate")
     evaluate = PhaseOperator.partial(
         task_id="evaluate", recipe=RECIPE, code=deploy.output, phase="evaluate"
-    ).expand(dataset=plan.output)
+    ).expand(dataset=datasets.output)
     export = PhaseOperator(
         task_id="export",
         recipe=RECIPE,
@@ -46,4 +47,4 @@ with DAG(
         dataset="all",
         asset=joined_asset(RECIPE, "drafter"),
     )
-    deploy >> doctor >> train >> plan >> evaluate >> export
+    deploy >> doctor >> plan >> train >> datasets >> evaluate >> export

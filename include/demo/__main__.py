@@ -27,6 +27,8 @@ from drafter.errors import Busy, DrafterError, Stopped
 from drafter.layout import write_json
 from drafter.recipe import Recipe, load_recipe
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
@@ -43,14 +45,14 @@ def main(argv: list[str]) -> int:
         web_port=arguments.port,
         ports=dict(zip(PORTS, free_ports(len(PORTS)), strict=True)),
     )
-    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for sig in SIGNALS:
         signal.signal(sig, _interrupted)
     if arguments.command == "down":
         stack.stop(here)
         return 0
     if stack.alive(here):
         raise Busy("the demo's stack is running already: `make down` stops it")
-    os.environ |= here.variables
+    os.environ |= {**here.variables, "NO_PROXY": "127.0.0.1,localhost"}
     recipe = load_recipe(here.recipe)
     if arguments.command == "up":
         _up(here, recipe)
@@ -68,9 +70,7 @@ def _run(here: Stack, recipe: Recipe) -> None:
         with AirflowApi(here.url) as api:
             Drive(api, recipe).run()
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        stack.stop(here)
+        _end(here)
     summary = summarise(recipe, time.monotonic() - began)
     write_json(here.home / "summary.json", summary)
     print(f"\n{table(summary)}\nsummary: {here.home / 'summary.json'}")
@@ -80,14 +80,22 @@ def _up(here: Stack, recipe: Recipe) -> None:
     try:
         _start(here, recipe)
         with AirflowApi(here.url) as api:
-            api.set_pool(recipe.host.pool, recipe.host.slots)
+            Drive(api, recipe).get_ready()
     except BaseException:
-        stack.stop(here)
+        _end(here)
         raise
-    print(f"Airflow is at {here.url} (no login); `make down` stops it")
+    print(f"Airflow is at {here.url} (no login, DAGs unpaused); `make down` stops it")
+
+
+def _end(here: Stack) -> None:
+    """Whatever else is signalled now, first everything is stopped."""
+    for sig in SIGNALS:
+        signal.signal(sig, signal.SIG_IGN)
+    stack.stop(here)
 
 
 def _start(here: Stack, recipe: Recipe) -> None:
+    stack.begin(here, Path(recipe.host.workspace))
     stack.start_host(here)
     for finding in examine(recipe, "generate"):
         if finding.error:

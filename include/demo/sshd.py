@@ -7,9 +7,9 @@ connection.
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
+import pwd
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,7 +27,7 @@ AuthorizedKeysFile "{keys}/user.pub"
 PidFile none
 PasswordAuthentication no
 KbdInteractiveAuthentication no
-UsePAM no
+UsePAM {pam}
 StrictModes no
 MaxStartups 100
 MaxSessions 100
@@ -58,10 +58,18 @@ def command(directory: Path, port: int) -> list[str]:
     """The command line of the private sshd, in the foreground, logging to stderr."""
     keys = directory.resolve()
     config = keys / "sshd_config"
-    config.write_text(CONFIG.format(port=port, keys=keys))
+    config.write_text(CONFIG.format(port=port, keys=keys, pam="yes" if _is_locked() else "no"))
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)  # privilege separation directory of Debian's sshd
     return [find_sshd(), "-D", "-e", "-f", str(config)]
+
+
+def _is_locked() -> bool:
+    """Root without a password ("!" in shadow, as on Ubuntu) may log in by key only through PAM."""
+    if os.geteuid() != 0:
+        return False
+    entries = Path("/etc/shadow").read_text().splitlines()
+    return any(entry.startswith("root:!") for entry in entries)
 
 
 def connection(directory: Path, port: int) -> str:
@@ -73,7 +81,7 @@ def connection(directory: Path, port: int) -> str:
             "conn_type": "ssh",
             "host": "127.0.0.1",
             "port": port,
-            "login": getpass.getuser(),
+            "login": pwd.getpwuid(os.geteuid()).pw_name,
             "extra": {"key_file": str(keys / "user"), "host_key": f"{kind} {key}"},
         }
     )

@@ -23,6 +23,7 @@ import httpx
 
 from demo import sshd
 from drafter.errors import Busy, RecipeError
+from drafter.jobs import stop_all
 from drafter.layout import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,10 +43,6 @@ class Stack:
     ports: dict[str, int]
     """Loopback ports of everything else: PORTS."""
     dags: Path = ROOT / "dags"
-
-    @property
-    def workspace(self) -> Path:
-        return self.home / "host" / "workspace"
 
     @property
     def record(self) -> Path:
@@ -76,6 +73,8 @@ def environment(stack: Stack) -> dict[str, str]:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT / "include"),
         "PYTHONUNBUFFERED": "1",
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
         "DEMO_STACK": str(stack.home),
         **stack.variables,
         "DRAFTER_RECIPE": str(stack.recipe),
@@ -92,8 +91,12 @@ def environment(stack: Stack) -> dict[str, str]:
         "AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT": str(ports["worker_logs"]),
         "AIRFLOW__TRIGGERER__TRIGGERER_LOG_SERVER_PORT": str(ports["triggerer_logs"]),
         "AIRFLOW__DAG_PROCESSOR__REFRESH_INTERVAL": "15",
-        "AIRFLOW__SCHEDULER__USE_JOB_SCHEDULE": "True",
     }
+
+
+def begin(stack: Stack, workspace: Path) -> None:
+    """Note the recipe's ``workspace``, so that its jobs can be stopped without the recipe."""
+    write_json(stack.record, {"workspace": str(workspace), "processes": {}})
 
 
 def start_host(stack: Stack) -> None:
@@ -101,7 +104,6 @@ def start_host(stack: Stack) -> None:
     sshd.find_sshd()
     require_free(stack.web_port)
     sshd.make_keys(stack.home / "ssh")
-    stack.record.unlink(missing_ok=True)
     _launch(
         stack,
         {
@@ -143,13 +145,17 @@ def engine_command(stack: Stack) -> list[str]:
 
 
 def stop(stack: Stack) -> None:
-    """Stop the jobs on the host, then every process of the stack. Safe to repeat."""
-    if stack.workspace.exists():
-        env = {**os.environ, "PYTHONPATH": str(ROOT / "include")}
-        arguments = ["-m", "drafter", "stop", "--all", "--workspace", str(stack.workspace)]
-        subprocess.run([stack.host_python, *arguments], env=env, stdout=subprocess.DEVNULL)
-    _end([process for process, _ in alive(stack)])
+    """End Airflow and sshd, then the jobs on the host, then the engine. Safe to repeat.
+
+    In this order, because Airflow would start another job for each that ends. What an SSH session
+    was starting meanwhile is caught by the second look.
+    """
+    running = alive(stack)
+    _end([pid for pid, name in running if name != "engine"])
+    _stop_jobs(stack)
+    _end([pid for pid, name in running if name == "engine"])
     _end(stragglers(stack))
+    _stop_jobs(stack)
     stack.record.unlink(missing_ok=True)
 
 
@@ -157,9 +163,15 @@ def alive(stack: Stack) -> list[tuple[int, str]]:
     """(pid, name) of the recorded processes that still run, newest first."""
     if not stack.record.exists():
         return []
-    recorded = read_json(stack.record)
+    recorded = read_json(stack.record)["processes"]
     running = [(pid, name) for name, (pid, began) in recorded.items() if start_time(pid) == began]
     return running[::-1]
+
+
+def _stop_jobs(stack: Stack) -> None:
+    workspace = Path(read_json(stack.record)["workspace"]) if stack.record.exists() else None
+    if workspace and workspace.exists():
+        stop_all(workspace)
 
 
 def stragglers(stack: Stack) -> list[int]:
@@ -214,14 +226,14 @@ def _secret(path: Path) -> str:
 
 def _launch(stack: Stack, commands: dict[str, list[str]]) -> None:
     """Start each command and note it in the record before the next one starts."""
-    recorded = read_json(stack.record) if stack.record.exists() else {}
+    record = read_json(stack.record)
     env = environment(stack)
     for name, command in commands.items():
         log = stack.home / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         pid = _spawn(command, env, log)
-        recorded[name] = [pid, start_time(pid)]
-        write_json(stack.record, recorded)
+        record["processes"][name] = [pid, start_time(pid)]
+        write_json(stack.record, record)
 
 
 def _spawn(command: list[str], env: dict[str, str], log: Path) -> int:
@@ -256,7 +268,7 @@ def _wait_parts(stack: Stack) -> None:
 def _until_started(stack: Stack, name: str) -> Iterator[None]:
     """Half-second ticks until the deadline. Raises Busy when a process died or time is up."""
     logs = stack.home / "logs"
-    expected = set(read_json(stack.record))
+    expected = set(read_json(stack.record)["processes"])
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         for dead in expected - {name for _, name in alive(stack)}:

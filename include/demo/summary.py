@@ -47,9 +47,10 @@ def _dataset(workspace: Workspace, recipe: Recipe, name: str) -> dict[str, Any]:
 def _overall(evaluations: list[dict[str, Any]], drafter: str) -> float | None:
     """Generated tokens per verification, summed over datasets; None when it was not measured."""
     sums = [evaluation["sums"].get(drafter) for evaluation in evaluations]
-    measured = [entry for entry in sums if entry]
-    verifications = sum(int(entry["verifications"]) for entry in measured)
-    generated = sum(int(entry["generated"]) for entry in measured)
+    if not all(sums):
+        return None
+    verifications = sum(int(entry["verifications"]) for entry in sums)
+    generated = sum(int(entry["generated"]) for entry in sums)
     return round(generated / verifications, 3) if verifications else None
 
 

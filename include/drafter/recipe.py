@@ -51,10 +51,7 @@ class Target(_Section):
 
 
 class Engine(_Section):
-    """The server that writes the responses."""
-
-    kind: Literal["sglang"] = "sglang"
-    """Protocol: SGLang's native /generate, token ids in and out."""
+    """The server that writes the responses: SGLang's native /generate, token ids in and out."""
 
     urls: tuple[str, ...] = Field(min_length=1)
     """Base URLs as seen from the GPU host."""
@@ -136,7 +133,6 @@ class Validate(_Section):
 
 
 class Extract(_Section):
-    backend: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the stored states; on a GPU also of the forward pass."""
 
@@ -240,7 +236,7 @@ class Recipe(_Section):
     """A whole deployment."""
 
     name: Name
-    """Used in asset names; the file's stem."""
+    """Used in asset names; the file's stem unless given."""
 
     target: Target
     engine: Engine

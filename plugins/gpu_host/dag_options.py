@@ -18,8 +18,17 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+def plan_params() -> dict[str, Param]:
+    """The trigger form of the train DAG, which is always over all datasets."""
+    return {
+        "plan_only": Param(
+            False, type="boolean", description="Show what would be done, and why, and stop."
+        ),
+    }
+
+
 def dataset_params(recipe: Recipe) -> dict[str, Param]:
-    """The trigger form of every DAG: which datasets, and whether to stop after the plan."""
+    """The trigger form of the DAGs that work per dataset."""
     names = recipe.dataset_names
     return {
         "datasets": Param(
@@ -31,9 +40,7 @@ def dataset_params(recipe: Recipe) -> dict[str, Param]:
             minItems=1,
             description="Datasets to run; the others are left alone.",
         ),
-        "plan_only": Param(
-            False, type="boolean", description="Show what would be done, per dataset, and stop."
-        ),
+        **plan_params(),
     }
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from airflow.sdk import Asset, BaseOperator
 from airflow.sdk.exceptions import AirflowSkipException
 
+from drafter.layout import ALL
+from drafter.plan import OVER_ALL
 from drafter.recipe import Recipe
 from gpu_host.hooks import GpuHostHook
 from gpu_host.operators import output_of
@@ -20,8 +22,9 @@ class PlanOperator(BaseOperator):
     """Log what ``phase`` will do per dataset and why; return the names to map over.
 
     A run that was started by events of single datasets maps over those; any other run over the
-    ``datasets`` of its trigger form. With ``plan_only`` nothing is mapped, so nothing runs. The
-    plan itself is the XCom ``plan``.
+    ``datasets`` of its trigger form, or over all; a phase over all datasets is mapped once, as
+    "all". With ``plan_only`` nothing is mapped, so nothing runs. The plan itself is the XCom
+    ``plan``.
     """
 
     template_fields = ("code",)
@@ -34,7 +37,7 @@ class PlanOperator(BaseOperator):
 
     def execute(self, context: Any) -> list[str]:
         params = context["params"]
-        names = _of_events(context, self.recipe) or list(params["datasets"])
+        names = self._names(context)
         command = ["plan", self.phase, *names, "--json", "--run-id", context["run_id"]]
         if params.get("mode"):
             command += ["--mode", params["mode"]]
@@ -53,6 +56,12 @@ class PlanOperator(BaseOperator):
 
     def hook(self) -> GpuHostHook:
         return GpuHostHook.of(self.recipe.host, self.code)
+
+    def _names(self, context: Any) -> list[str]:
+        if self.phase in OVER_ALL:
+            return [ALL]
+        chosen = context["params"].get("datasets", self.recipe.dataset_names)
+        return _of_events(context, self.recipe) or list(chosen)
 
 
 class JoinOperator(BaseOperator):

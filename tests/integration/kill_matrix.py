@@ -355,6 +355,7 @@ def airflow(home: Path) -> Iterator[Stack]:
         (home / "logs").mkdir(parents=True)
         sshd.make_keys(home / "ssh")
         launch(stack, "sshd", sshd.command(home / "ssh", ports["sshd"]))
+        demo_stack.begin(stack, home / "host" / "it's a $(touch x) workspace")
         demo_stack.start_airflow(stack)
         yield stack
     finally:

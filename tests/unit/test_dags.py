@@ -88,13 +88,17 @@ def test_datasets_are_mapped_tasks_behind_their_sensors(parsed: Any) -> None:
     assert {"deploy", "doctor", "prepare", "plan", "generate"} == tasks["generate"]
     assert {"dataset.token_budget", "dataset.validate", "join"} <= tasks["validate"]
     assert {"dataset.schema", "dataset.extract", "join"} <= tasks["extract"]
-    assert {"train", "evaluate", "export"} <= tasks["train"]
+    assert {"plan", "train", "datasets", "evaluate", "export"} <= tasks["train"]
 
 
 def test_gpu_jobs_take_a_slot_of_the_pool_and_nothing_else_does(parsed: Any) -> None:
     pools = {task: pool for dag in parsed["dags"].values() for task, pool in dag["pools"].items()}
     in_pool = {task for task, pool in pools.items() if pool == "gpu"}
     assert in_pool == {"generate", "dataset.extract", "train", "evaluate"}
+
+
+def test_training_is_over_all_datasets_and_offers_no_choice(parsed: Any) -> None:
+    assert set(parsed["dags"]["train"]["params"]) == {"plan_only"}
 
 
 def test_the_form_is_a_schema_that_refuses_what_is_wrong(parsed: Any) -> None:

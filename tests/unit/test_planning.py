@@ -94,6 +94,19 @@ def test_plan_only_maps_nothing() -> None:
     assert plan(FakeHost(PLAN)).execute(at) == []
 
 
+def test_a_phase_over_all_is_planned_and_mapped_once() -> None:
+    host = FakeHost(PLAN)
+    operator = plan(host)
+    operator.phase = "train"
+    assert operator.execute(context({"plan_only": False})) == ["all"]
+    assert host.asked[0][:3] == ["plan", "train", "all"]
+    assert operator.execute(context({"plan_only": True})) == []
+
+
+def test_a_form_without_datasets_maps_all() -> None:
+    assert plan(FakeHost(PLAN)).execute(context({"plan_only": False})) == NAMES
+
+
 def test_mode_and_budget_of_the_form_reach_the_plan() -> None:
     host = FakeHost(PLAN)
     form = {"datasets": ["B1"], "plan_only": False, "mode": "restart", "token_budget": 7}
