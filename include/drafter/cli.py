@@ -6,13 +6,14 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafter.errors import DataError, RecipeError
-from drafter.layout import ALL, Workspace, read_json
+from drafter.errors import DataError, RecipeError, Stopped
+from drafter.layout import ALL, Workspace, digest, read_json
 
 if TYPE_CHECKING:
     from drafter.recipe import Recipe
@@ -114,10 +115,20 @@ def _start(_arguments: argparse.Namespace) -> int:
     if decision.action == "wait":
         raise DataError(decision.reason)
     if decision.action == "done":
-        _print_json({"outcome": "done", "reason": decision.reason, "counts": decision.counts})
+        answer = {"outcome": "done", "reason": decision.reason, "counts": decision.counts}
+        left = _left(spec["phase"], spec["dataset"], workspace, recipe)
+        _print_json({**answer, "digest": left})
     else:
         _print_json(jobs.start(workspace.root, spec))
     return 0
+
+
+def _left(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> str | None:
+    """One hash over what a phase left and made it of; None when it has not finished."""
+    from drafter.plan import read_phase
+
+    section = read_phase(phase, dataset, workspace, recipe)
+    return section and digest({key: section.get(key) for key in ("inputs", "files")})
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -127,8 +138,15 @@ def _run(arguments: argparse.Namespace) -> int:
     job = load_job(arguments.job)
     if job.phase not in PHASES:
         raise RecipeError(f"no phase {job.phase!r}: there are {', '.join(PHASES)}")
+    signal.signal(signal.SIGTERM, _leave)
     importlib.import_module(f"drafter.{job.phase}").run(job)
     return 0
+
+
+def _leave(*_: object) -> None:
+    """Unwind on a polite stop: temporary files go, and a second one does not disturb that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit(Stopped.exit_code)
 
 
 def _poll(arguments: argparse.Namespace) -> int:
@@ -183,7 +201,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     for line in plans:
         print(f"{line.dataset:22} {line.action:8} {line.reason}")
     if arguments.json:
-        _print_json([line.as_json() for line in plans])
+        _print_json(
+            [
+                {**line.as_json(), "digest": _left(line.phase, line.dataset, workspace, recipe)}
+                for line in plans
+            ]
+        )
     return 0
 
 

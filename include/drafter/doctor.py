@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import sys
 import tempfile
@@ -17,6 +16,9 @@ from drafter.recipe import Recipe
 
 NEEDED = ("httpx", "orjson", "pandas", "pydantic", "safetensors", "torch", "transformers")
 
+ENGINE_PHASES = ("generate", "train")
+"""The training that ``train`` begins ends with an evaluation, for which the engine answers."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -27,12 +29,15 @@ class Finding:
 
 def examine(recipe: Recipe, phase: str) -> Iterator[Finding]:
     """Look at everything that ``phase`` needs. Yields one finding per thing, in table order."""
-    yield _python()
+    python = _python()
+    yield python
     yield _workspace(Path(recipe.host.workspace))
     yield _target(recipe)
     if phase == "generate":
         yield from (_source(dataset.name, Path(dataset.path)) for dataset in recipe.datasets)
-        yield from _engine(recipe)
+    # Without its packages there is no client to look at the engine with.
+    if phase in ENGINE_PHASES and python.error is None:
+        yield _engine(recipe)
 
 
 def table(findings: list[Finding]) -> str:
@@ -86,30 +91,13 @@ def _source(name: str, path: Path) -> Finding:
     return Finding(name, str(path), error)
 
 
-def _engine(recipe: Recipe) -> Iterator[Finding]:
-    import httpx
+def _engine(recipe: Recipe) -> Finding:
+    from drafter.engines.sglang import check_engine
 
-    key = os.environ.get(recipe.engine.api_key_env or "", "")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    for url in recipe.engine.urls:
-        try:
-            answer = httpx.get(f"{url}/model_info", headers=headers, timeout=10)
-            answer.raise_for_status()
-            served = str(answer.json()["model_path"])
-        except (httpx.HTTPError, KeyError, ValueError) as error:
-            busy = Busy(
-                f"engine {url} does not answer ({error or type(error).__name__}): start it, or"
-                " correct engine.urls"
-            )
-            yield Finding("engine", url, busy)
-        else:
-            yield Finding("engine", f"{url} serves {served}", _other_model(recipe, url, served))
-
-
-def _other_model(recipe: Recipe, url: str, served: str) -> RecipeError | None:
-    if Path(served).name == Path(recipe.target.path).name:
-        return None
-    return RecipeError(
-        f"engine {url} serves {served}, the recipe's target is {recipe.target.path}: start the"
-        " right model, or correct the recipe"
-    )
+    urls = ", ".join(recipe.engine.urls)
+    try:
+        engine = check_engine(recipe.engine, recipe.target.path)
+    except (RecipeError, Busy) as error:
+        return Finding("engine", urls, error)
+    served = engine.model_info["model_path"]
+    return Finding("engine", f"{urls} serving {served}, context {engine.context:,}")

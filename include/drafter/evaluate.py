@@ -16,7 +16,7 @@ Writes ``drafter/<run>/evaluation/<dataset>.json``::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ import torch
 from drafter import checkpoint, corpus, greedy, jsonl, ngram, plan, template
 from drafter.errors import DataError
 from drafter.job import Job
-from drafter.layout import DrafterRun, read_json, write_json
+from drafter.layout import DrafterRun, clear_partial, read_json, write_json
 from drafter.model import Drafter, new_drafter
 from drafter.replay import Tally, replay
 from drafter.rows import Family
@@ -54,6 +54,7 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
     inputs = plan.inputs("evaluate", job.dataset, workspace, recipe)
     run_ = workspace.drafter(plan.run_name(workspace, recipe))
     prompts = _held_out_prompts(job)
+    clear_partial(run_.evaluation(job.dataset).parent, run_.evaluation(job.dataset).name)
     store = run_.greedy(job.dataset)
     failed = greedy.ask(job, family, store, prompts)
     answers = greedy.answers(store, recipe.evaluate.max_new_tokens)
@@ -68,22 +69,22 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
     backend = open_backend(
         Path(recipe.target.path), DTYPES[recipe.extract.dtype], trained.shape.aux_layers
     )
-    rows = _rows(backend, answered, answers, recipe.extract.batch_tokens)
-    del backend  # the target's memory is the drafters' now
     draft = recipe.evaluate.draft_tokens
     untrained = new_drafter(trained.shape, head, trained.d2t, trained.t2d, recipe.train.seed)
-    tallies: dict[str, Tally | None] = {
-        "untrained": replay(_placed(untrained), rows, draft),
-        "no_states": None,
-        "trained": replay(_placed(trained), rows, draft),
-    }
+    drafters = {"untrained": _placed(untrained), "trained": _placed(trained)}
     blind = checkpoint.no_states(run_).checkpoint(recipe.train.steps)
     if blind.exists():
-        drafter = _placed(checkpoint.load_drafter(blind, head))
-        tallies["no_states"] = replay(drafter, rows, draft, states=False)
-    job.report(prompts=len(prompts), answers=len(answered))
+        drafters["no_states"] = _placed(checkpoint.load_drafter(blind, head))
+    tallies: dict[str, Tally | None] = {"untrained": None, "no_states": None, "trained": None}
+    tallies |= dict.fromkeys(drafters, Tally())
+    asked = []
+    for rows in _batches(backend, answered, answers, recipe.extract.batch_tokens):
+        for name, drafter in drafters.items():
+            counted = replay(drafter, rows, draft, states=name != "no_states")
+            tallies[name] = (tallies[name] or Tally()) + counted
+        asked += [(row.input_ids_T.numpy(), row.prompt_tokens) for row in rows]
+        job.report(prompts=len(prompts), answers=len(answered), replayed=len(asked))
     taught = [(e.read().input_ids_T.numpy(), e.prompt_tokens) for e in everything.trained]
-    asked = [(row.input_ids_T.numpy(), row.prompt_tokens) for row in rows]
     tables = {order: ngram.replay(ngram.fit(taught, order), asked, draft) for order in ngram.ORDERS}
     order = max(tables, key=lambda order: (tables[order].acceptance_length or 0, -order))
     tallies["ngram"] = tables[order]
@@ -119,29 +120,30 @@ def _held_out_prompts(job: Job) -> dict[str, list[int]]:
     return prompts
 
 
-def _rows(
+def _batches(
     backend: Backend,
     prompts: dict[str, list[int]],
     answers: dict[str, list[int]],
     batch_tokens: int,
-) -> list[Row]:
-    """Prompts with their answers and the target's states, the shortest first."""
+) -> Iterator[list[Row]]:
+    """Prompts with their answers and the target's states, the shortest first: the states of all
+    would fill memory."""
     texts = sorted(
         ((sample_id, ids + answers[sample_id]) for sample_id, ids in prompts.items()),
         key=lambda text: (len(text[1]), text[0]),
     )
-    rows: list[Row] = []
     while texts:
         size = 1
         while size < len(texts) and (size + 1) * len(texts[size][1]) <= batch_tokens:
             size += 1
         batch, texts = texts[:size], texts[size:]
+        rows = []
         features = backend.features([ids for _, ids in batch])
         for (sample_id, ids), each in zip(batch, features, strict=True):
             prompt_tokens = len(prompts[sample_id])
             aux, final = each.aux_TAD.cpu(), each.final_TD.cpu()
             rows.append(Row(sample_id, torch.tensor(ids), prompt_tokens, aux, final))
-    return rows
+        yield rows
 
 
 def _placed(drafter: Drafter) -> Drafter:

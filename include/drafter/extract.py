@@ -108,8 +108,8 @@ def _work(job: Job) -> _Work:
     if absent:
         raise RecipeError(f"{target}/config.json does not give {', '.join(sorted(absent))}: add it")
     aux_layers = choose_aux_layers(config["num_hidden_layers"], recipe.extract.aux_layers)
-    # The bound that only judges a shard is left out: another one costs no second extraction.
-    rules = recipe.extract.model_dump(mode="json", exclude={"min_argmax_share"})
+    # What leaves the shards as they are is left out: changing it costs no second extraction.
+    rules = recipe.extract.model_dump(mode="json", exclude={"min_argmax_share", "jobs"})
     return _Work(
         inputs=inputs,
         identity={

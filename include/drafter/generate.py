@@ -1,29 +1,42 @@
 """Phase generate: let the target answer a dataset's prompts until its token budget is met.
 
 Prompts go out in prompt order, only those without a stored answer, so holes that a killed job left
-come first. Every answer is appended to ``raw_responses.jsonl`` the moment it arrives; killing the
-job at any moment loses what was in flight and nothing else. Which answers are stored is the table
-in drafter.engines.sglang; when to stop sending, drafter.budget; when to stop all, drafter.canary.
+come first; those that failed, but not for good, go out once more at the end. Every answer is appended
+to ``raw_responses.jsonl`` the moment it arrives; killing the job at any moment loses what was in
+flight and nothing else. What becomes of each kind of answer is the table in drafter.engines.sglang;
+when to stop sending, drafter.budget; when to stop all, drafter.canary.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
 from drafter import plan, template
 from drafter.budget import Budget
 from drafter.canary import Canary, archive_tail
-from drafter.engines.sglang import Client, Endpoints, EngineInfo, check_engine, tls_context
-from drafter.errors import DataError, RecipeError
+from drafter.engines.sglang import (
+    MAX_RUNS,
+    Client,
+    Endpoints,
+    EngineInfo,
+    check_engine,
+    tls_context,
+)
+from drafter.errors import Busy, DataError, RecipeError
 from drafter.job import Job
-from drafter.layout import Prepared, file_record, read_section, write_section
+from drafter.layout import clear_partial, file_record, write_section
 from drafter.responses import Responses, Tainted, count_failures
 from drafter.rows import Family
-from drafter.sessions import Sessions, archive_previous, refuse_other_identity
+from drafter.sessions import (
+    Sessions,
+    archive_previous,
+    refuse_other_identity,
+    refuse_other_prompts,
+)
 from drafter.workers import Workers
 
 REPORT_S = 1.0
@@ -39,14 +52,17 @@ def run(job: Job) -> None:
 
 def generate(job: Job, family: Family) -> None:
     """Raises RecipeError when stored responses were made with something else, DataError when the
-    canary alarms, and what :class:`drafter.workers.Workers` raises."""
+    prompts are not those of prepare or the canary alarms, Busy when the budget is not met and
+    prompts are left that may still be answered, and what :class:`drafter.workers.Workers`
+    raises."""
     prepared = job.workspace.prepared(job.dataset)
+    clear_partial(prepared.root)
     inputs = plan.inputs("generate", job.dataset, job.workspace, job.recipe)
     if job.recipe.target.thinking and family.think_close is None:
         raise RecipeError(
             f"{job.recipe.target.path} has no token that ends thinking: set target.thinking = false"
         )
-    _refuse_other_prompts(prepared, plan.target_identity(job.recipe))
+    refuse_other_prompts(prepared, plan.target_identity(job.recipe))
     if job.mode == "restart" and archive_previous(prepared, job.run_id):
         _say(job, f"restart, earlier files are in {prepared.archive(job.run_id)}")
     refuse_other_identity(prepared, inputs["identity"])
@@ -61,18 +77,20 @@ def generate(job: Job, family: Family) -> None:
             f"{job.dataset}: {tainted.alarm.reason}; {plan.count_lines(moved)} rows are now in"
             f" {moved}: read them, mend engine or recipe, then clear this task"
         ) from None
+    _refuse_to_end_early(job, responses)
     _finish(job, responses, inputs, time.monotonic() - begun)
 
 
-def _refuse_other_prompts(prepared: Prepared, target: dict[str, Any]) -> None:
-    section = read_section(prepared.manifest, "prepare")
-    rendered = section["identity"] if section else {}
-    differing = sorted(key for key in target if rendered.get(key) != target[key])
-    if differing:
-        raise RecipeError(
-            f"{prepared.prompt_ids} was rendered for another target ({', '.join(differing)}"
-            " differ): run prepare again, or use another host.workspace"
-        )
+def _refuse_to_end_early(job: Job, responses: Responses) -> None:
+    if not responses.unsettled or responses.budget_met:
+        return
+    kinds = Counter(responses.unsettled.values())
+    reasons = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+    raise Busy(
+        f"{job.dataset}: {len(responses.unsettled)} prompts got no answer this time ({reasons}),"
+        f" {responses.num_new} new rows are stored: look at the engine and run again, a prompt that"
+        f" fails in {MAX_RUNS} runs is given up"
+    )
 
 
 def _open_responses(job: Job, family: Family) -> Responses:
@@ -95,7 +113,7 @@ async def _answer(job: Job, family: Family, responses: Responses, identity: dict
     """Send prompts until the budget is met or none is left. No engine is needed for nothing."""
     if not responses.budget.admits(time.monotonic()) or not responses.has_prompts():
         return
-    engine = check_engine(job.recipe.engine)
+    engine = check_engine(job.recipe.engine, job.recipe.target.path)
     sessions = Sessions(job.workspace.prepared(job.dataset).sessions)
     about = {"urls": job.recipe.engine.urls, **engine._asdict()}
     sessions.start(job, responses.end, identity, about)
@@ -217,8 +235,8 @@ def _finish(job: Job, responses: Responses, inputs: dict[str, Any], seconds: flo
 
 
 def _stop_reason(job: Job, responses: Responses) -> str:
-    budget, max_samples = responses.budget, job.recipe.dataset(job.dataset).max_samples
-    if budget.budget is not None and budget.tokens >= budget.budget:
+    max_samples = job.recipe.dataset(job.dataset).max_samples
+    if responses.budget_met:
         return "budget"
     # prepare keeps max_samples prompts at most, so fewer means that the source ran out.
     if max_samples is not None and responses.num_prompts >= max_samples:

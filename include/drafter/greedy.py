@@ -11,10 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import httpx
-
 from drafter import jsonl
-from drafter.engines.sglang import RULES, Client, Endpoints, Outcome, check_engine
+from drafter.engines.sglang import RULES, Client, Endpoints, Outcome, check_engine, tls_context
 from drafter.errors import Busy
 from drafter.job import Job
 from drafter.rows import Family
@@ -33,11 +31,11 @@ def ask(job: Job, family: Family, store: Path, prompts: Mapping[str, list[int]])
     missing = {sample_id: ids for sample_id, ids in prompts.items() if sample_id not in known}
     if not missing:
         return {}
-    engine = check_engine(job.recipe.engine)
+    engine = check_engine(job.recipe.engine, job.recipe.target.path)
     settings = job.recipe.generate.model_copy(
         update={"temperature": 0.0, "top_p": 1.0, "max_new_tokens": limit}
     )
-    endpoints, tls = Endpoints(job.recipe.engine), httpx.create_ssl_context()
+    endpoints, tls = Endpoints(job.recipe.engine), tls_context(job.recipe.engine)
 
     def client() -> Client:
         return Client(job.recipe.engine, settings, family, engine.context, endpoints, tls)

@@ -94,7 +94,7 @@ def poll(job_dir: Path, offset: int, renew: bool, max_bytes: int = 262_144) -> d
         _renew(job)
     record = _own(job.exit, start_id)
     if not alive and record is None and start_id:
-        end(lambda: members(start_id), grace_s=0)
+        _sweep_dead(job)
     size = _size(job.log)
     log, offset = _lines(job.log, min(offset, size), max_bytes, whole=not alive)
     return {
@@ -210,6 +210,13 @@ def _sweep(job: JobDir) -> bool:
         pids = ", ".join(str(process.pid) for process in left)
         raise Busy(f"processes {pids} of the last start would not die: see to them on the host")
     return True
+
+
+def _sweep_dead(job: JobDir) -> None:
+    """Sweep unless a start or stop is under way: a job that is just starting looks dead."""
+    with contextlib.suppress(Busy), _starting(job, 0):
+        if live(job) is None:
+            _sweep(job)
 
 
 def _spawn(job: JobDir, start_id: str, code_dir: Path) -> None:

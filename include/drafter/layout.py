@@ -19,14 +19,19 @@
                                    <run id>.partial while it is being moved
       hidden_states/<dataset>/     shard-00000.safetensors ...  manifest.json (section extract)
       drafter/<run>/               step-000500/  metrics.jsonl  evaluation/<dataset>.json
-                                   export/{sglang,vllm}/  manifest.json (sections train, evaluate)
+                                   evaluation/<dataset>.greedy.jsonl: the target's greedy answers
+                                   no_states/: the same drafter trained without states
+                                   export/{sglang,vllm}/  manifest.json (sections train, export)
       jobs/<phase>/<dataset>/      job.json state.json progress.json log exit lease
-                                   (dataset "all" for prepare, train and engine)
+                                   stop stopped .start .exit.reserved: see JobDir
+                                   (dataset "all", with a .lock, for prepare, train and export)
 
 A manifest is a JSON object of sections; each phase replaces its own section and no other, under the
 dataset's lock. A section holds ``identity`` (what must not change under the data), ``counts`` and
 ``files`` ({name: {bytes, sha256}} as the phase left them). Files appear whole (temporary name,
-fsync, rename), except raw_responses.jsonl, failed.jsonl, sessions.jsonl and log, which only grow.
+fsync, rename), except raw_responses.jsonl, failed.jsonl, sessions.jsonl, metrics.jsonl,
+*.greedy.jsonl and log, which only grow. What a killed writer left under a temporary name
+(``.<name>.<pid>.partial``) the next phase that writes there removes.
 
 Standard library only: the status command and the supervisor use it with any python3.
 """
@@ -256,6 +261,16 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def clear_partial(directory: Path, name: str = "*") -> None:
+    """Remove what killed writers of ``name`` (a glob) left of :func:`whole_file` in ``directory``.
+
+    The caller holds the lock that writers of these files hold.
+    """
+    for partial in directory.glob(f".{name}.*.partial"):
+        if partial.is_file():
+            partial.unlink()
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` so that ``path`` is either as before or complete."""
     with whole_file(path) as partial:
@@ -288,6 +303,15 @@ def write_section(manifest: Path, section: str, value: dict[str, Any]) -> bool:
         return False
     write_json(manifest, {**sections, section: value})
     return True
+
+
+def drop_sections(manifest: Path, names: tuple[str, ...]) -> None:
+    """Take back what phases said about files that are no longer as they left them."""
+    if not manifest.exists():
+        return
+    sections = read_json(manifest)
+    if any(name in sections for name in names):
+        write_json(manifest, {k: v for k, v in sections.items() if k not in names})
 
 
 def file_record(path: Path) -> dict[str, Any]:

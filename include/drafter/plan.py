@@ -72,7 +72,7 @@ def decide(
     if phase == "generate":
         prepared = workspace.prepared(dataset)
         stored = count_lines(prepared.responses)
-        if mode == "restart" and stored and not prepared.archive(run_id).exists():
+        if mode == "restart" and is_begun(prepared) and not prepared.archive(run_id).exists():
             return plan("restart", f"{stored} responses move to archive/ and all is generated anew")
         if section and section["inputs"] == wanted:
             shortfall = _shortfall(section, _budget(recipe, dataset, token_budget), prepared)
@@ -85,6 +85,9 @@ def decide(
     if section is None:
         return plan("start", "not done yet")
     if section["inputs"] == wanted:
+        changed_files = changed_prompts(workspace, recipe) if phase == "prepare" else []
+        if changed_files:
+            return plan("start", f"missing or of another size: {', '.join(changed_files)}")
         return plan("done", "its inputs are unchanged")
     changed = sorted(k for k in wanted if section["inputs"].get(k) != wanted[k])
     return plan("start", f"changed since it was done: {', '.join(changed)}")
@@ -133,16 +136,17 @@ def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> di
     if phase == "extract":
         return {
             "tokenized": _finished(prepared.manifest, "validate")["files"][prepared.tokenized.name],
-            "extract": recipe.extract.model_dump(mode="json"),
+            # How many processes share the work decides nothing about the states.
+            "extract": recipe.extract.model_dump(mode="json", exclude={"jobs"}),
             "target": target_identity(recipe),
         }
     if phase == "train":
         return {
             "datasets": {
-                name: digest(_finished(workspace.hidden_states(name).manifest, "extract"))
+                name: digest(_states(_finished(workspace.hidden_states(name).manifest, "extract")))
                 for name in recipe.dataset_names
             },
-            "train": recipe.train.model_dump(mode="json"),
+            "train": recipe.train.model_dump(mode="json", exclude={"checkpoint_every_steps"}),
         }
     run = workspace.drafter(run_name(workspace, recipe))
     trained = digest(_finished(run.manifest, "train")["inputs"])
@@ -191,8 +195,29 @@ def joined(phase: str, workspace: Workspace, recipe: Recipe) -> dict[str, Any]:
         if decide(phase, name, workspace, recipe).action != "done"
     ]
     left = {name: read_phase(phase, name, workspace, recipe) for name in recipe.dataset_names}
-    files = {name: section and section["files"] for name, section in left.items()}
-    return {"missing": missing, "digest": digest(files)}
+    keep = _states if phase == "extract" else _files
+    kept = {name: section and keep(section) for name, section in left.items()}
+    return {"missing": missing, "digest": digest(kept)}
+
+
+def is_begun(prepared: Prepared) -> bool:
+    """Did generate leave anything that a restart moves away: a section, answers or failures?"""
+    return read_section(prepared.manifest, "generate") is not None or any(
+        path.exists() and path.stat().st_size > 0 for path in (prepared.responses, prepared.failed)
+    )
+
+
+def changed_prompts(workspace: Workspace, recipe: Recipe) -> list[str]:
+    """Files of prepare that are missing or have another size than it left them with."""
+    changed = []
+    for name in recipe.dataset_names:
+        prepared = workspace.prepared(name)
+        section = read_section(prepared.manifest, "prepare") or {}
+        for file, record in section.get("files", {}).items():
+            path = prepared.root / file
+            if not path.exists() or path.stat().st_size != record["bytes"]:
+                changed.append(f"{name}/{file}")
+    return changed
 
 
 def run_name(workspace: Workspace, recipe: Recipe) -> str:
@@ -247,6 +272,19 @@ def _shortfall(section: dict[str, Any], budget: int | None, prepared: Prepared) 
     if section["stop_reason"] == "budget" and (budget is None or tokens < budget):
         return f"{tokens} tokens of a raised budget of {budget}"
     return None
+
+
+def _files(section: dict[str, Any]) -> Any:
+    return section["files"]
+
+
+def _states(section: dict[str, Any]) -> dict[str, Any]:
+    """What training sees of an extraction: not the bound it was judged by, nor what it measured."""
+    return {
+        "identity": section["identity"],
+        "files": section["files"],
+        "left_out": section["counts"]["left_out"],
+    }
 
 
 def _finished(manifest: Path, section: str) -> dict[str, Any]:

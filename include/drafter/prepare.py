@@ -23,7 +23,7 @@ from typing import Any
 
 import orjson
 
-from drafter import layout, plan, prompts, template
+from drafter import layout, plan, prompts, sessions, template
 from drafter.errors import DataError, RecipeError
 from drafter.job import Job
 from drafter.layout import ALL, Prepared
@@ -59,12 +59,14 @@ def run(job: Job) -> None:
 
     Raises RecipeError for a source or target that is not there and for responses of another target,
     DataError for a damaged source and for a dataset of which no prompt is left. In mode "restart"
-    another target is accepted: generate moves the old responses away before it answers anything.
+    another target is accepted: generate moves the old responses of the datasets it restarts away,
+    and on any other dataset generate and validate refuse them.
     """
     recipe, workspace = job.recipe, job.workspace
     inputs = plan.inputs("prepare", ALL, workspace, recipe)
     before = plan.read_phase("prepare", ALL, workspace, recipe)
-    if before and before["inputs"] == inputs:
+    intact = not plan.changed_prompts(workspace, recipe)
+    if before and before["inputs"] == inputs and intact:
         job.report(done=True, changed=False, line="the prompts are up to date")
         return
     identity = {"target": recipe.target.path, **plan.target_identity(recipe)}
@@ -86,6 +88,7 @@ def run(job: Job) -> None:
             if not selected:
                 continue
             with layout.locked(prepared.lock):
+                layout.clear_partial(prepared.root)
                 num_retired = prompts.write(prepared, selected, spool, render)
                 section = {
                     "inputs": inputs,
@@ -115,14 +118,17 @@ def _refuse_another_identity(name: str, prepared: Prepared, identity: dict[str, 
     section = layout.read_section(prepared.manifest, "prepare")
     if section is None or not prompts.has_responses(prepared):
         return
-    for key, wanted in identity.items():
-        found = section["identity"].get(key)
-        # The target may have moved: what it is made of decides.
-        if key != "target" and found != wanted:
-            raise RecipeError(
-                f"{name} has responses for {key} {found}, the recipe now means {wanted}: use"
-                " another workspace, or restart the dataset"
-            )
+    # The responses' own identity, where it is known: after a restart of other datasets the prompts
+    # beside them may be of another target already.
+    for known in sessions.known_identities(prepared) or [section["identity"]]:
+        for key, wanted in identity.items():
+            # The target may have moved: what it is made of decides.
+            if key != "target" and known.get(key) != wanted:
+                raise RecipeError(
+                    f"{name} has responses for {key} {known.get(key)}, the recipe now means"
+                    f" {wanted}: restore the recipe, use another workspace, or trigger generate"
+                    " with mode restart for this dataset"
+                )
 
 
 def _converted(

@@ -33,8 +33,8 @@ def write(prepared: Prepared, selected: dict[str, int], spool: Spool, render: Re
     left = dict(selected)
     num_retired = 0
     with (
-        tempfile.NamedTemporaryFile(dir=prepared.root) as prompts,
-        tempfile.NamedTemporaryFile(dir=prepared.root) as prompt_ids,
+        _partial(prepared.prompts) as prompts,
+        _partial(prepared.prompt_ids) as prompt_ids,
     ):
 
         def put(offset: int) -> None:
@@ -73,6 +73,11 @@ def _answered(responses: Path) -> set[str]:
     """Sample ids with a response. Damaged lines are for generate to complain about."""
     rows = (line.value for line in jsonl.scan(responses))
     return {row["sample_id"] for row in rows if isinstance(row, dict) and "sample_id" in row}
+
+
+def _partial(path: Path) -> Any:
+    """A temporary file beside ``path``, of a name that layout.clear_partial knows."""
+    return tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
 
 
 def _replace(path: Path, new: Any) -> None:

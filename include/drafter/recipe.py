@@ -133,6 +133,9 @@ class Validate(_Section):
 
 
 class Extract(_Section):
+    jobs: int = Field(default=1, ge=1)
+    """Datasets extracted or evaluated at once; each loads the target."""
+
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the stored states; on a GPU also of the forward pass."""
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 from drafter import plan
 from drafter.budget import Budget
 from drafter.canary import Alarm, Canary
-from drafter.engines.sglang import RULES, Outcome
+from drafter.engines.sglang import MAX_RUNS, RULES, Kind, Outcome
 from drafter.errors import DataError
 from drafter.jsonl import Appender, Line, rows
 from drafter.layout import Prepared
@@ -34,7 +34,8 @@ class Responses:
     """Appends to raw_responses.jsonl and failed.jsonl; one object, one writer.
 
     Failures are held back until a success shows that the engine was not to blame: an engine that
-    answers 400 to everything must not have every prompt marked as failed for good.
+    answers 400 to everything must not have every prompt marked as failed for good. Those that are
+    not final are held back to the end: each counts once per run, and not when the run breaks off.
     """
 
     def __init__(
@@ -44,16 +45,25 @@ class Responses:
         self.num_stored = 0
         self.num_new = self.num_new_tokens = 0
         self.streak = 0
-        """Prompts that ended without a row since the last that gave one."""
+        """Prompts that ended without a row since the last that gave one; without those that failed
+        before, which say nothing about the engine."""
+        self.unsettled: dict[str, Kind] = {}
+        """By sample id, what this run could not answer and the next one may."""
+        self._prompt_ids = prepared.prompt_ids
         num_prompts = plan.count_lines(prepared.prompt_ids)
         self.num_prompts = num_prompts if max_samples is None else min(num_prompts, max_samples)
         self._canary = canary
-        self._held: list[dict[str, str]] = []
+        self._held: list[dict[str, Any]] = []
         self._rows = Appender(prepared.responses)
         self._failed = Appender(prepared.failed)
         self.num_torn = sum(bool(file.torn_bytes) for file in (self._rows, self._failed))
         skip = self._count(prepared.responses)
-        skip.update(sample_id for sample_id, kind in _failures(prepared) if RULES[kind].final)
+        self._num_failed = Counter[str]()
+        for sample_id, kind in _failures(prepared):
+            self._num_failed[sample_id] += 1
+            if RULES[kind].final or self._num_failed[sample_id] >= MAX_RUNS:
+                skip.add(sample_id)
+        self._later: dict[str, dict[str, Any]] = {}
         self._todo = _unanswered(prepared.prompt_ids, self.num_prompts, skip)
         self._first = next(self._todo, None)
 
@@ -74,6 +84,11 @@ class Responses:
         """Bytes of raw_responses.jsonl."""
         return self._rows.end
 
+    @property
+    def budget_met(self) -> bool:
+        budget = self.budget
+        return budget.budget is not None and budget.tokens >= budget.budget
+
     def has_prompts(self) -> bool:
         """Is there a prompt without an answer?"""
         return self._first is not None
@@ -91,16 +106,39 @@ class Responses:
         self.num_stored += 1
         self.num_new += 1
         self.num_new_tokens += row["completion_tokens"]
-        self.write_failures()
+        self._later.pop(row["sample_id"], None)
+        self._write_held()
         self._show_canary(row, offset)
 
     def fail(self, sample_id: str, outcome: Outcome) -> None:
         self.budget.fail(sample_id)
-        self._held.append({"sample_id": sample_id, "class": outcome.kind, "reason": outcome.reason})
+        failure = {"sample_id": sample_id, "class": outcome.kind, "reason": outcome.reason}
         # An over-long prompt says nothing about the engine.
-        self.streak += outcome.kind != "prompt too long"
+        if outcome.kind != "prompt too long":
+            self.streak += sample_id not in self._later and sample_id not in self._num_failed
+        if RULES[outcome.kind].final:
+            self._later.pop(sample_id, None)
+            self._held.append(failure)
+        else:
+            self._later[sample_id] = failure
 
-    def write_failures(self) -> None:
+    def ask_again(self) -> bool:
+        """Give out once more what failed, but not for good. Is there any?"""
+        self._todo = _among(self._prompt_ids, self.num_prompts, set(self._later))
+        self._first = next(self._todo, None)
+        return self.has_prompts()
+
+    def settle(self) -> None:
+        """The run is over: write down every failure, and which of them the next run asks."""
+        self._write_held()
+        for sample_id, failure in self._later.items():
+            self._failed.append(failure)
+            self._num_failed[sample_id] += 1
+            if self._num_failed[sample_id] < MAX_RUNS:
+                self.unsettled[sample_id] = failure["class"]
+        self._later.clear()
+
+    def _write_held(self) -> None:
         for failure in self._held:
             self._failed.append(failure)
         self._held.clear()
@@ -152,6 +190,12 @@ def _key_facts(path: Path, line: Line) -> tuple[str, int]:
             " needs a string and a number, move that line to another file and run again"
         )
     return sample_id, tokens
+
+
+def _among(prompt_ids: Path, num_prompts: int, wanted: set[str]) -> Iterator[tuple[str, list[int]]]:
+    for line in islice(rows(prompt_ids), num_prompts):
+        if line.value["sample_id"] in wanted:
+            yield line.value["sample_id"], line.value["input_ids"]
 
 
 def _unanswered(

@@ -15,10 +15,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drafter.errors import RecipeError
+from drafter import plan
+from drafter.errors import DataError, RecipeError
 from drafter.job import Job
 from drafter.jsonl import Appender, rows
-from drafter.layout import Prepared, fsync_dir, read_json, read_section, write_json
+from drafter.layout import (
+    Prepared,
+    drop_sections,
+    file_record,
+    fsync_dir,
+    read_json,
+    read_section,
+    write_json,
+)
 
 
 class Sessions:
@@ -49,23 +58,45 @@ class Sessions:
         self._lines.close()
 
 
+def refuse_other_prompts(prepared: Prepared, target: dict[str, Any]) -> None:
+    """RecipeError when the prompts were rendered for another target, DataError when their ids are
+    not as prepare left them."""
+    section = read_section(prepared.manifest, "prepare")
+    if section is None:
+        raise DataError(f"{prepared.root.name}: prepare has not finished, run it first")
+    differing = sorted(key for key in target if section["identity"].get(key) != target[key])
+    if differing:
+        raise RecipeError(
+            f"{prepared.prompt_ids} was rendered for another target ({', '.join(differing)}"
+            " differ): run prepare again, or use another host.workspace"
+        )
+    path = prepared.prompt_ids
+    if not path.exists() or file_record(path) != section["files"][path.name]:
+        raise DataError(
+            f"{path} is not as prepare left it: delete it, then trigger generate, which prepares it"
+            " again"
+        )
+
+
 def refuse_other_identity(prepared: Prepared, identity: dict[str, Any]) -> None:
-    """RecipeError when the stored responses were made with another identity, or with an unknown."""
+    """RecipeError when the stored responses were made with another identity, or with an unknown.
+
+    Only what ``identity`` names is compared.
+    """
     if not prepared.responses.exists() or prepared.responses.stat().st_size == 0:
         return
-    known = _known_identities(prepared)
-    ways_out = "use another host.workspace, or trigger with mode restart"
+    known = known_identities(prepared)
+    ways_out = "use another host.workspace, or trigger generate with mode restart for this dataset"
     if not known:
         raise RecipeError(
             f"{prepared.responses} holds responses, and nothing says what they were made with:"
             f" {ways_out}"
         )
     for stored in known:
-        differing = sorted(k for k in identity.keys() | stored if identity.get(k) != stored.get(k))
+        differing = sorted(key for key in identity if identity[key] != stored.get(key))
         if differing:
             differences = ", ".join(
-                f"{key} was {stored.get(key)!r} and is now {identity.get(key)!r}"
-                for key in differing
+                f"{key} was {stored.get(key)!r} and is now {identity[key]!r}" for key in differing
             )
             raise RecipeError(
                 f"{prepared.responses} was made with something else ({differences}): restore the"
@@ -73,7 +104,8 @@ def refuse_other_identity(prepared: Prepared, identity: dict[str, Any]) -> None:
             )
 
 
-def _known_identities(prepared: Prepared) -> list[dict[str, Any]]:
+def known_identities(prepared: Prepared) -> list[dict[str, Any]]:
+    """What the responses were made with, as far as the manifest and the last session say."""
     section = read_section(prepared.manifest, "generate")
     known = [section["identity"]] if section else []
     last = None
@@ -85,13 +117,15 @@ def _known_identities(prepared: Prepared) -> list[dict[str, Any]]:
 def archive_previous(prepared: Prepared, run_id: str) -> bool:
     """Move everything that was generated to ``archive/<run id>``, once per run.
 
-    A retry of the same run finds that directory and changes nothing (False). Killed halfway, the
-    next call finishes the move: the directory gets its name last.
+    A retry of the same run finds that directory and changes nothing. Killed halfway, the next call
+    finishes the move: the directory gets its name last. With nothing to move it appears all the
+    same, or a retry would move what this run is about to make. True when something was moved.
     """
     archive = prepared.archive(run_id)
     if archive.exists():
         return False
     partial = archive.with_name(f"{archive.name}.partial")
+    something = partial.exists() or plan.is_begun(prepared)
     partial.mkdir(parents=True, exist_ok=True)
     # First the manifest, so that no section ever describes files that have left.
     if prepared.manifest.exists() and not (partial / prepared.manifest.name).exists():
@@ -110,13 +144,4 @@ def archive_previous(prepared: Prepared, run_id: str) -> bool:
     fsync_dir(partial)
     os.rename(partial, archive)
     fsync_dir(archive.parent)
-    return True
-
-
-def drop_sections(manifest: Path, names: tuple[str, ...]) -> None:
-    """Take back what phases said about files that are no longer as they left them."""
-    if not manifest.exists():
-        return
-    sections = read_json(manifest)
-    if any(name in sections for name in names):
-        write_json(manifest, {k: v for k, v in sections.items() if k not in names})
+    return something

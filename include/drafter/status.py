@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from drafter.jobs import job_dirs, live
-from drafter.layout import JobDir, Workspace, file_record, read_json
+from drafter.layout import JobDir, Prepared, Workspace, file_record, read_json
 
 SHOWN = ("counts", "stop_reason", "token_budget", "files")
 """Keys of a manifest section that travel."""
 
 VERIFIED = ("generate", "validate")
+"""Sections whose files are looked at."""
 
 
 def read_status(
@@ -23,9 +24,10 @@ def read_status(
     """{jobs: {phase: {dataset: ...}}, datasets: {name: {section: ...}}}.
 
     A job is {alive, state, exit, progress, job: {what, start_id, run_id}}, null where there is
-    none; a dataset holds the SHOWN part of its sections generate, validate, extract, .... With
-    ``verify`` it also holds ``verified``: {file: "ok" | "changed" | "missing"}, each file that
-    generate and validate left compared with the file as it is now, by size and then by hash.
+    none; a dataset holds the SHOWN part of its sections generate, validate, extract, ..., and
+    ``sizes``: {file: bytes now} of what generate and validate left. With ``verify`` it also holds
+    ``verified``: {file: "ok" | "changed" | "missing"}, each file that generate and validate left
+    and that validate read, compared with the file as it is now by size and then by hash.
     ``dataset`` asks about one only.
     """
     workspace = Workspace(Path(workspace_root))
@@ -72,21 +74,36 @@ def _dataset(workspace: Workspace, name: str, verify: bool) -> dict[str, Any]:
         section: {key: value[key] for key in SHOWN if key in value}
         for section, value in sections.items()
     }
+    records = _records(prepared, sections)
+    shown["sizes"] = {path.name: path.stat().st_size for path in records if path.exists()}
     if verify:
-        shown["verified"] = {
-            file: _compare(prepared.root / file, record)
-            for section in VERIFIED
-            for file, record in sections.get(section, {}).get("files", {}).items()
-        }
+        shown["verified"] = {path.name: _compare(path, known) for path, known in records.items()}
     return shown
 
 
-def _compare(path: Path, record: dict[str, Any]) -> str:
+def _records(
+    prepared: Prepared, sections: dict[str, dict[str, Any]]
+) -> dict[Path, list[dict[str, Any]]]:
+    """Every file that generate and validate left or validate read, as each of them saw it."""
+    records: dict[Path, list[dict[str, Any]]] = {}
+    for section in VERIFIED:
+        for file, record in sections.get(section, {}).get("files", {}).items():
+            records.setdefault(prepared.root / file, []).append(record)
+    read = sections.get("validate", {}).get("inputs", {})
+    for name, path in (("responses", prepared.responses), ("prompt_ids", prepared.prompt_ids)):
+        if name in read:
+            records.setdefault(path, []).append(read[name])
+    return records
+
+
+def _compare(path: Path, records: list[dict[str, Any]]) -> str:
     if not path.exists():
         return "missing"
-    if path.stat().st_size != record["bytes"]:
+    size = path.stat().st_size
+    if any(record["bytes"] != size for record in records):
         return "changed"
-    return "ok" if file_record(path) == record else "changed"
+    now = file_record(path)
+    return "ok" if all(record == now for record in records) else "changed"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

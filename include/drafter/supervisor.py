@@ -268,12 +268,18 @@ def _verdict(status: int | None) -> tuple[int, str]:
         return 1, "its end was not seen"
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        name = signal.Signals(-code).name
+        name = _signal_name(-code)
         hint = " (out of memory?)" if name == "SIGKILL" else ""
         return 1 if name == "SIGTERM" else 128 - code, f"killed by {name}{hint}"
     if code == Stopped.exit_code:
         return 1, f"ended with {code}, although nobody stopped it"
     return code, "" if code == 0 else f"ended with {code}"
+
+
+def _signal_name(number: int) -> str:
+    """Real-time signals have no name."""
+    named = {known.value: known.name for known in signal.Signals}
+    return named.get(number, f"signal {number}")
 
 
 def _end_tree(start_id: str, grace_s: float, reap: Any = None) -> list[Process]:

@@ -20,10 +20,17 @@ from drafter import plan, template
 from drafter.errors import DataError
 from drafter.job import Job
 from drafter.jsonl import Line, damage, row_at, rows, scan
-from drafter.layout import Prepared, file_record, whole_file, write_section
+from drafter.layout import (
+    Prepared,
+    clear_partial,
+    drop_sections,
+    file_record,
+    whole_file,
+    write_section,
+)
 from drafter.recipe import Validate
 from drafter.rows import Family, check_row, reason_class, verdict
-from drafter.sessions import drop_sections
+from drafter.sessions import refuse_other_identity, refuse_other_prompts
 
 REPORT_S = 1.0
 
@@ -33,11 +40,16 @@ def run(job: Job) -> None:
 
 
 def validate(job: Job, family: Family) -> None:
-    """Raises DataError when the file is damaged or too much of it is rejected; both files are
-    written all the same, the manifest is not."""
+    """Raises RecipeError when prompts or responses are not of the recipe's target, DataError when
+    the file is damaged or too much of it is rejected; in the latter case both files are written all
+    the same, the manifest is not."""
     prepared = job.workspace.prepared(job.dataset)
+    clear_partial(prepared.root)
     rules = job.recipe.validate_
     inputs = plan.inputs("validate", job.dataset, job.workspace, job.recipe)
+    target = plan.target_identity(job.recipe)
+    refuse_other_prompts(prepared, target)
+    refuse_other_identity(prepared, target)
     gate = Gate(family, rules, job.recipe.target.thinking, index_prompts(prepared.prompt_ids))
     count = _write(job, prepared, gate)
     try:

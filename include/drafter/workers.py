@@ -1,7 +1,8 @@
 """Workers that send a dataset's prompts to the engine, as many at once as the job may.
 
-Each takes the next prompt when the budget allows it, waits for the answer, and settles it. When
-something is wrong with the engine, nothing more is sent and what is in flight still comes in.
+Each takes the next prompt when the budget allows it, waits for the answer, and settles it. Prompts
+that failed, but not for good, are asked once more when all others are settled. When something is
+wrong with the engine, nothing more is sent and what is in flight still comes in.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from drafter.responses import Responses
 
 MIN_STREAK = 16
 """Prompts in a row without an answer, at least, before the engine is held to be broken."""
+
+PAUSE_S = 10.0
+"""Before prompts that failed are asked once more: the trouble may have passed by then."""
 
 
 class Workers:
@@ -30,6 +34,18 @@ class Workers:
     async def run(self) -> None:
         """Raises Busy when the engine is gone or answers nothing, DataError when nothing it answers
         can be stored, RecipeError when it refuses us, Tainted when the canary alarms."""
+        responses = self._responses
+        try:
+            await self._send_all()
+            if responses.budget.admits(time.monotonic()) and responses.ask_again():
+                await asyncio.sleep(PAUSE_S)
+                await self._send_all()
+        finally:
+            await asyncio.gather(*(client.close() for client in self._clients))
+        responses.settle()
+
+    async def _send_all(self) -> None:
+        """Send what ``responses`` gives out, and wait for it."""
         tasks = [asyncio.create_task(self._work(client)) for client in self._clients]
         try:
             await asyncio.gather(*tasks)
@@ -37,7 +53,6 @@ class Workers:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*(client.close() for client in self._clients))
         responses = self._responses
         if self._last_failure and not responses.num_new and not self._error:
             self._error = self._blame(
@@ -45,7 +60,6 @@ class Workers:
             )
         if self._error:
             raise self._error
-        responses.write_failures()
 
     async def _work(self, client: Client) -> None:
         while prompt := await self._next():

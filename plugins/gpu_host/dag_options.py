@@ -13,9 +13,12 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 DEFAULTS: dict[str, Any] = {
     "owner": "drafter",
-    "retries": 2,
+    "retries": 5,
     "retry_delay": timedelta(seconds=30),
+    "retry_exponential_backoff": 2.0,
+    "max_retry_delay": timedelta(minutes=15),
 }
+"""Five retries span a quarter of an hour at least, up to twice that: engines load for so long."""
 
 
 def plan_params() -> dict[str, Param]:

@@ -23,18 +23,13 @@ PACKAGE = Path(drafter.__file__).parent
 UPLOAD_TIMEOUT_S = 300
 
 
-def code_hash(package_dir: Path = PACKAGE) -> str:
-    """sha256 over sorted relative paths and bytes; what a deployment of the package is called."""
-    return code.code_hash(package_dir)
-
-
 def deploy(hook: GpuHostHook, recipe: Recipe) -> str:
     """Make sure that the package, recipe.json and the launcher are on the host: the code's hash.
 
     Raises RecipeError when what is there under this hash has been edited, DrafterError when it
     cannot be written.
     """
-    sha256 = code_hash()
+    sha256 = code.code_hash(PACKAGE)
     workspace = Workspace(Path(recipe.host.workspace))
     outcome = _install(hook, recipe, workspace, sha256, b"")
     if outcome == "missing":

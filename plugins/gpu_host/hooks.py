@@ -27,6 +27,12 @@ CONNECT_ATTEMPTS = 3
 CONNECT_TIMEOUT_S = 15
 _CHUNK_BYTES = 65_536
 
+_IF_DEPLOYED = (
+    'test -d "$0" || { echo "drafter: there is no $0 on the host: run the deploy task" >&2;'
+    f' exit {RecipeError.exit_code}; }}; exec "$@"'
+)
+"""Shell program around a command: $0 is the directory of its code."""
+
 Answer = tuple[int, str, str]
 """Exit code, stdout, stderr of one command."""
 
@@ -67,13 +73,13 @@ class GpuHostHook:
 
     def run(self, arguments: list[str], stdin: str | bytes = b"", timeout_s: float = 60) -> Answer:
         """Run ``drafter ARGUMENTS`` on the host. Raises Unreachable or RecipeError."""
-        return self.run_line(self.line(arguments), stdin, timeout_s)
+        return self.run_line(self._checked(arguments), stdin, timeout_s)
 
     async def arun(
         self, arguments: list[str], stdin: str | bytes = b"", timeout_s: float = 60
     ) -> Answer:
         """:meth:`run` for triggers."""
-        line = self.line(arguments)
+        line = self._checked(arguments)
         try:
             if self._connection is None:
                 _quieten()
@@ -147,6 +153,14 @@ class GpuHostHook:
         }
         assignments = [f"{name}={value}" for name, value in environment.items()]
         return shlex.join(["env", *assignments, self.python, "-m", "drafter", *arguments])
+
+    def _checked(self, arguments: list[str]) -> str:
+        """:meth:`line`, but RecipeError's exit code when the code it runs is not there."""
+        line = self.line(arguments)
+        if self.code is None:
+            return line
+        code_dir = Workspace(Path(self.workspace)).code(self.code)
+        return f"{shlex.join(['sh', '-c', _IF_DEPLOYED, str(code_dir)])} {line}"
 
     @property
     def _name(self) -> str:

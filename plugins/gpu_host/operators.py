@@ -7,22 +7,22 @@ about retries; nothing else of what the host says is interpreted.
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from airflow.sdk import Asset, AssetAlias, BaseOperator
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
+from drafter.code import code_hash
 from drafter.errors import MEANING, NEVER_RETRY, DrafterError, RecipeError, Stopped
 from drafter.layout import ALL, JobDir, Workspace, digest
 from drafter.recipe import Recipe
-from gpu_host.deploy import code_hash, deploy
+from gpu_host.deploy import PACKAGE, deploy
 from gpu_host.hooks import GpuHostHook
 from gpu_host.triggers import JobTrigger
 
 GPU_PHASES = frozenset({"generate", "extract", "train", "evaluate"})
-"""They take a slot of the recipe's pool, also while deferred (the pool must count deferred)."""
+"""They take slots of the recipe's pool, also while deferred (the pool must count deferred)."""
 
 START_TIMEOUT_S = 600
 """``drafter start`` looks at the plan first, which may hash source files."""
@@ -31,10 +31,13 @@ STOP_TIMEOUT_S = 15
 _NOT_COUNTS = frozenset({"time", "start_id", "done", "changed", "line"})
 
 
-def failure(exit_code: int, message: str) -> AirflowException:
-    """What to raise: another try, or not, as the exit code says."""
-    kind = AirflowFailException if exit_code in NEVER_RETRY else AirflowException
-    return kind(message)
+def failure(log: Any, exit_code: int, reason: str) -> AirflowException:
+    """What to raise: another try, or not, as the exit code says. ``reason`` is also logged, as the
+    one line that starts with ``drafter:``, because Airflow logs an exception apart from its text.
+    """
+    message = f"drafter: {reason}"
+    log.error("%s", message)
+    return (AirflowFailException if exit_code in NEVER_RETRY else AirflowException)(message)
 
 
 def output_of(
@@ -45,17 +48,14 @@ def output_of(
     try:
         exit_code, output, errors = hook.run(arguments, stdin, timeout_s)
     except DrafterError as error:
-        raise failure(error.exit_code, str(error)) from None
-    if exit_code == 1 and "No module named drafter" in errors:
-        raise AirflowFailException(
-            f"code {hook.code or ''} is not in {hook.workspace} on the host: run the deploy task"
-        )
+        raise failure(log, error.exit_code, str(error)) from None
     if exit_code:
         for line in (output + errors).splitlines():
-            log.error("%s", line)
+            log.error("%s", line.removeprefix("drafter: "))
         last = (errors.strip() or output.strip() or "it said nothing").splitlines()[-1]
         meaning = MEANING.get(exit_code, "failed")
         raise failure(
+            log,
             exit_code,
             f"drafter {arguments[0]}: {meaning} (exit {exit_code}): "
             + last.removeprefix("drafter: "),
@@ -66,15 +66,8 @@ def output_of(
 class DeployOperator(BaseOperator):
     """Put this deployment's code, recipe and launcher on the host; returns the code's sha256."""
 
-    def __init__(
-        self,
-        *,
-        recipe: Recipe,
-        retries: int = 2,
-        retry_delay: timedelta = timedelta(seconds=10),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
+    def __init__(self, *, recipe: Recipe, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.recipe = recipe
 
     def execute(self, context: Any) -> str:  # noqa: ARG002
@@ -82,16 +75,13 @@ class DeployOperator(BaseOperator):
             try:
                 sha256 = deploy(hook, self.recipe)
             except DrafterError as error:
-                raise failure(error.exit_code, str(error)) from None
+                raise failure(self.log, error.exit_code, str(error)) from None
         self.log.info("Code %s is on the host, in %s", sha256, self.recipe.host.workspace)
         return sha256
 
 
 class HostCommandOperator(BaseOperator):
-    """Run a short ``drafter`` command on the host and log what it prints.
-
-    With ``json_output`` the last line of its output is returned, parsed, instead of being logged.
-    """
+    """Run a short ``drafter`` command on the host and log what it prints."""
 
     template_fields = ("command", "code")
 
@@ -101,27 +91,20 @@ class HostCommandOperator(BaseOperator):
         recipe: Recipe,
         command: list[str],
         code: str | None = None,
-        json_output: bool = False,
         timeout_s: float = 600,
-        retries: int = 2,
-        retry_delay: timedelta = timedelta(seconds=10),
         **kwargs: Any,
     ) -> None:
-        super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
+        super().__init__(**kwargs)
         self.recipe = recipe
         self.command = command
         self.code = code
-        self.json_output = json_output
         self.timeout_s = timeout_s
 
-    def execute(self, context: Any) -> Any:  # noqa: ARG002
+    def execute(self, context: Any) -> None:  # noqa: ARG002
         with self.hook() as hook:
             output = output_of(self.log, hook, self.command, timeout_s=self.timeout_s)
-        lines = output.splitlines()
-        result = json.loads(lines.pop()) if self.json_output else None
-        for line in lines:
+        for line in output.splitlines():
             self.log.info("%s", line)
-        return result
 
     def hook(self) -> GpuHostHook:
         return GpuHostHook.of(self.recipe.host, self.code)
@@ -131,11 +114,12 @@ class PhaseOperator(BaseOperator):
     """Run one phase on one dataset (or ``"all"``) as a job on the host; safe to repeat.
 
     Starts the job or follows the live one, then defers. A dataset whose plan is "done" succeeds at
-    once: it never defers and emits nothing. Otherwise the return value is {outcome "ran", changed,
-    counts...}, and when a manifest changed ``asset`` gets an event: a prefix of URIs, to which
-    ``/<dataset>`` is added, or the asset of a phase over all datasets. ``mode``, ``token_budget``
-    and ``code`` are templates; an empty budget or "None" means the recipe's, an empty code the
-    package as it is here.
+    once and never defers. The return value is {outcome "ran" | "done", changed, counts...}.
+    ``asset`` (a prefix of URIs, to which ``/<dataset>`` is added, or the asset of a phase over all
+    datasets) gets one event per content: whichever try finds the phase done announces it, unless
+    the asset's last event has the same digest. ``mode``, ``token_budget`` and ``code`` are
+    templates; an empty budget or "None" means the recipe's, an empty code the package as it is
+    here.
     """
 
     # The dataset first: templates of the others may mention it, and fields render in this order.
@@ -151,15 +135,9 @@ class PhaseOperator(BaseOperator):
         mode: str = "resume",
         token_budget: str | int | None = None,
         asset: str | Asset | None = None,
-        retries: int = 2,
-        retry_delay: timedelta = timedelta(seconds=10),
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            retries=retries,
-            retry_delay=retry_delay,
-            **{**_defaults(phase, recipe, asset), **kwargs},
-        )
+        super().__init__(**{**_defaults(phase, recipe, asset), **kwargs})
         self.phase = phase
         self.dataset = dataset
         self.recipe = recipe
@@ -184,18 +162,20 @@ class PhaseOperator(BaseOperator):
         if event["outcome"] == "replaced":
             return self._begin(context)
         if event["outcome"] == "unreachable":
-            raise AirflowException(f"{self._name}: {event['message']}")
+            raise failure(self.log, 1, f"{self._name}: {event['message']}")
         if event["outcome"] == "lost":
-            raise AirflowException(
+            raise failure(
+                self.log,
+                1,
                 f"{self._name} ended without a record: the host rebooted, killed it for memory, or"
-                " has a full disk; a retry resumes"
+                " has a full disk; a retry resumes",
             )
         asker = end["request"]
         if end["code"] == Stopped.exit_code and asker not in (None, self._asker(context)):
             self.log.info("The job was stopped because an earlier try was: starting it anew")
             return self._begin(context)
         if end["code"]:
-            raise failure(end["code"], self._story(end, event["last_line"]))
+            raise failure(self.log, end["code"], self._story(end, event["last_line"]))
         progress = event["progress"] or {}
         if outcome == "following":
             # Somebody else started it, perhaps with another budget: what does the plan say now?
@@ -204,11 +184,10 @@ class PhaseOperator(BaseOperator):
                 self._defer(context, answer)
         if progress.get("line"):
             self.log.info("%s", progress["line"])
-        changed = bool(progress.get("changed"))
-        if changed:
-            self._emit(context)
+        if self.asset is not None:
+            self._announce(context, self._digest())
         counts = {key: value for key, value in progress.items() if key not in _NOT_COUNTS}
-        return {"outcome": "ran", "changed": changed, **counts}
+        return {"outcome": "ran", "changed": bool(progress.get("changed")), **counts}
 
     def on_kill(self) -> None:
         """The running task is being killed: stop the job, also one that is just being started."""
@@ -223,6 +202,7 @@ class PhaseOperator(BaseOperator):
         answer = self._start(context)
         if answer["outcome"] == "done":
             self.log.info("Nothing to do: %s", answer["reason"])
+            self._announce(context, answer["digest"])
             return {"outcome": "done", "changed": False, **answer["counts"]}
         self._defer(context, answer)
         raise AssertionError("defer raises")
@@ -232,7 +212,7 @@ class PhaseOperator(BaseOperator):
         try:
             spec = self._spec(context)
         except DrafterError as error:
-            raise failure(error.exit_code, str(error)) from None
+            raise failure(self.log, error.exit_code, str(error)) from None
         with self.hook() as hook:
             output = output_of(self.log, hook, ["start"], json.dumps(spec), START_TIMEOUT_S)
         answer: dict[str, Any] = json.loads(output.splitlines()[-1])
@@ -291,16 +271,28 @@ class PhaseOperator(BaseOperator):
             "request": self._request,
         }
 
-    def _emit(self, context: Any) -> None:
-        """An alias, because an outlet that is an asset would get its event in any case."""
-        if self.asset is not None:
-            asset = self.asset
-            if isinstance(asset, str):
-                asset = Asset(f"{asset}/{self.dataset}")
-            context["outlet_events"][_alias(self.asset)].add(asset, extra={"dataset": self.dataset})
+    def _digest(self) -> str | None:
+        """Of what the phase left on the host, as ``start`` gives it when there is nothing to do."""
+        command = ["plan", self.phase, self.dataset, "--json"]
+        with self.hook() as hook:
+            output = output_of(self.log, hook, command, timeout_s=START_TIMEOUT_S)
+        digest: str | None = json.loads(output.splitlines()[-1])[0]["digest"]
+        return digest
+
+    def _announce(self, context: Any, digest: str | None) -> None:
+        """Through an alias, because an outlet that is an asset gets its event in any case."""
+        if self.asset is None or digest is None:
+            return
+        asset = self.asset
+        if isinstance(asset, str):
+            asset = _of_dataset(asset, self.dataset)
+        if last_digest(context, asset) != digest:
+            extra = {"dataset": self.dataset, "digest": digest}
+            context["outlet_events"][_alias(self.asset)].add(asset, extra=extra)
 
     def _story(self, end: dict[str, Any], last_line: str) -> str:
-        said = "; ".join(dict.fromkeys(filter(None, (end["reason"], last_line))))
+        words = (end["reason"], last_line.removeprefix("drafter: "))
+        said = "; ".join(dict.fromkeys(filter(None, words)))
         meaning = MEANING.get(end["code"], "failed")
         return f"{self._name}: {meaning} (exit {end['code']}): {said}; log: {self._job_dir.log}"
 
@@ -313,7 +305,7 @@ class PhaseOperator(BaseOperator):
 
     @property
     def _code(self) -> str:
-        return code_hash() if self.code in (None, "", "None") else str(self.code)
+        return code_hash(PACKAGE) if self.code in (None, "", "None") else str(self.code)
 
     @property
     def _name(self) -> str:
@@ -338,6 +330,8 @@ def what(recipe: Recipe, phase: str, dataset: str, mode: str, run_id: str) -> st
     sections = {"prepare": ("generate",), "export": ("train",)}.get(phase, (phase,))
     value = {"phase": phase, "dataset": dataset, "target": tree["target"]}
     value |= {section: tree[section] for section in sections}
+    if phase == "extract":
+        value["extract"] = {key: item for key, item in tree["extract"].items() if key != "jobs"}
     if phase == "prepare":
         limits = ("token_budget", "min_tokens")
         value["datasets"] = [
@@ -353,9 +347,34 @@ def _defaults(phase: str, recipe: Recipe, asset: str | Asset | None) -> dict[str
     defaults: dict[str, Any] = {"map_index_template": "{{ task.dataset }}"}
     if phase in GPU_PHASES:
         defaults["pool"] = recipe.host.pool
+        defaults["pool_slots"] = _slots(phase, recipe)
     if asset is not None:
         defaults["outlets"] = [_alias(asset)]
+        # What was announced can be read of inlets only. A mapped task's are those of every dataset.
+        names = recipe.dataset_names
+        defaults["inlets"] = (
+            [_of_dataset(asset, name) for name in names] if isinstance(asset, str) else [asset]
+        )
     return defaults
+
+
+def _slots(phase: str, recipe: Recipe) -> int:
+    """Of the pool: a phase that loads the target's weights needs its share of the host's GPUs."""
+    if phase == "train":
+        return recipe.host.slots
+    if phase in ("extract", "evaluate"):
+        return max(1, recipe.host.slots // recipe.extract.jobs)
+    return 1
+
+
+def last_digest(context: Any, asset: Asset) -> str | None:
+    """On the newest event of ``asset``, an inlet of the task; None when there is none."""
+    events = context["inlet_events"][asset]
+    return (events[-1].extra or {}).get("digest") if len(events) else None
+
+
+def _of_dataset(prefix: str, dataset: str) -> Asset:
+    return Asset(f"{prefix}/{dataset}")
 
 
 def _alias(asset: str | Asset) -> AssetAlias:

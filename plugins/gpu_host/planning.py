@@ -11,8 +11,9 @@ from airflow.sdk.exceptions import AirflowSkipException
 from drafter.layout import ALL
 from drafter.plan import OVER_ALL
 from drafter.recipe import Recipe
+from gpu_host.dag_options import generated_asset
 from gpu_host.hooks import GpuHostHook
-from gpu_host.operators import output_of
+from gpu_host.operators import last_digest, output_of
 
 PLAN_TIMEOUT_S = 600
 """The plan may hash files: about a second per GB."""
@@ -91,8 +92,7 @@ class JoinOperator(BaseOperator):
             raise AirflowSkipException(
                 f"not every dataset is there: {', '.join(joined['missing'])}"
             )
-        announced = [event.extra.get("digest") for event in context["inlet_events"][self.asset]]
-        if announced and announced[-1] == joined["digest"]:
+        if last_digest(context, self.asset) == joined["digest"]:
             raise AirflowSkipException("this set was announced before: nothing new")
         context["outlet_events"][self.asset].extra = {"digest": joined["digest"]}
         return joined
@@ -102,10 +102,14 @@ class JoinOperator(BaseOperator):
 
 
 def _of_events(context: Any, recipe: Recipe) -> list[str]:
-    """Datasets named by the events that started this run, in recipe order; none for other runs."""
-    named = {
-        event.extra.get("dataset")
+    """Datasets whose generation's events started this run, in recipe order; none for other runs.
+
+    An event made by hand in the UI has no extra: the asset's URI says which dataset it is of.
+    """
+    uris = {
+        event.asset.uri
         for events in context["triggering_asset_events"].values()
         for event in events
     }
-    return [name for name in recipe.dataset_names if name in named]
+    prefix = generated_asset(recipe)
+    return [name for name in recipe.dataset_names if f"{prefix}/{name}" in uris]

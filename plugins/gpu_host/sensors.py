@@ -7,15 +7,17 @@ in between they are deferred and hold no slot.
 from __future__ import annotations
 
 import json
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from airflow.sdk import BaseOperator
-from airflow.sdk.exceptions import AirflowFailException
+from airflow.sdk.exceptions import AirflowException
 
+from drafter.errors import DataError
+from drafter.layout import Workspace
 from drafter.recipe import Recipe
 from gpu_host.hooks import GpuHostHook
-from gpu_host.operators import output_of
+from gpu_host.operators import failure, output_of
 from gpu_host.triggers import StatusTrigger, is_alive, stored_tokens
 
 VERIFY_TIMEOUT_S = 3600
@@ -34,17 +36,10 @@ class _DatasetSensor(BaseOperator):
         dataset: str,
         recipe: Recipe,
         code: str | None = None,
-        retries: int = 2,
-        retry_delay: timedelta = timedelta(seconds=10),
         map_index_template: str = "{{ task.dataset }}",
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            retries=retries,
-            retry_delay=retry_delay,
-            map_index_template=map_index_template,
-            **kwargs,
-        )
+        super().__init__(map_index_template=map_index_template, **kwargs)
         self.dataset = dataset
         self.recipe = recipe
         self.code = code
@@ -54,7 +49,7 @@ class _DatasetSensor(BaseOperator):
         return super().partial(**{"map_index_template": "{{ task.dataset }}", **kwargs})
 
     def judge(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Numbers for XCom. Raises AirflowFailException with the reason."""
+        """Numbers for XCom. Raises what :meth:`unready` makes of the reason."""
         raise NotImplementedError
 
     def execute(self, context: Any) -> dict[str, Any]:  # noqa: ARG002
@@ -94,56 +89,72 @@ class _DatasetSensor(BaseOperator):
     def hook(self) -> GpuHostHook:
         return GpuHostHook.of(self.recipe.host, self.code)
 
+    def unready(self, reason: str) -> AirflowException:
+        """Nothing runs that a retry could wait for."""
+        return failure(self.log, DataError.exit_code, reason)
+
     def section(self, status: dict[str, Any]) -> dict[str, Any] | None:
         section: dict[str, Any] | None = status["datasets"].get(self.dataset, {}).get(self.phase)
         return section
 
 
 class TokenBudgetSensor(_DatasetSensor):
-    """Succeeds when generation of the dataset has finished, or has stored its token budget."""
+    """Succeeds when generation of the dataset has finished and its rows are still those it left."""
 
     phase = "generate"
 
     def judge(self, status: dict[str, Any]) -> dict[str, Any]:
         limits = self.recipe.dataset(self.dataset)
         section = self.section(status) or {}
-        tokens, budget = stored_tokens(status, self.dataset), limits.token_budget
+        tokens, stop_reason = stored_tokens(status, self.dataset), section.get("stop_reason")
+        numbers = (
+            f"{tokens} tokens stored, budget {limits.token_budget or 'none'}, minimum"
+            f" {limits.min_tokens}"
+        )
+        if not (stop_reason and self._is_as_left(status, section)):
+            raise self.unready(self._fault(status) + f": {numbers}; run the generate DAG again")
+        if tokens < limits.min_tokens:
+            raise self.unready(
+                f"generation of {self.dataset} ended ({stop_reason}) too early: {numbers}; lower its"
+                " min_tokens or give it more prompts"
+            )
+        self.log.info("%s (%s): %s", self.dataset, stop_reason, numbers)
+        return {"tokens": tokens, "stop_reason": stop_reason}
+
+    def _is_as_left(self, status: dict[str, Any], section: dict[str, Any]) -> bool:
+        """A complete manifest stands, whatever the exit record of a later or killed try says."""
+        workspace = Workspace(Path(self.recipe.host.workspace))
+        name = workspace.prepared(self.dataset).responses.name
+        now: int | None = status["datasets"][self.dataset]["sizes"].get(name)
+        return now == section["files"][name]["bytes"]
+
+    def _fault(self, status: dict[str, Any]) -> str:
         job = status["jobs"].get(self.phase, {}).get(self.dataset)
-        numbers = f"{tokens} tokens stored, budget {budget or 'none'}, minimum {limits.min_tokens}"
-        if job and job["job"] and (job["exit"] is None or job["exit"]["code"]):
-            code, reason = "none", "it left no exit record"
-            if job["exit"]:
-                code, reason = job["exit"]["code"], job["exit"]["reason"]
-            raise AirflowFailException(
-                f"generation of {self.dataset} ended with exit {code} ({reason}): {numbers}; clear"
-                " its task in the generate DAG, then this one"
-            )
-        reached = budget is not None and tokens >= budget
-        if tokens < limits.min_tokens or not (section.get("stop_reason") or reached):
-            raise AirflowFailException(
-                f"{self.dataset} is not generated and nothing runs: {numbers}; run the generate DAG"
-            )
-        self.log.info("%s (%s): %s", self.dataset, section.get("stop_reason", "budget"), numbers)
-        return {"tokens": tokens, "stop_reason": section.get("stop_reason")}
+        if job and job["job"] and job["exit"] is None:
+            return f"generation of {self.dataset} left no exit record"
+        if job and job["job"] and job["exit"]["code"]:
+            code, reason = job["exit"]["code"], job["exit"]["reason"]
+            return f"generation of {self.dataset} ended with exit {code} ({reason})"
+        return f"{self.dataset} is not generated and nothing runs"
 
 
 class SchemaSensor(_DatasetSensor):
-    """Succeeds when validation has finished and every file is still as it left it."""
+    """Succeeds when validation has finished, and what it read and left is still as it was then."""
 
     phase = "validate"
 
     def judge(self, status: dict[str, Any]) -> dict[str, Any]:
         section = self.section(status)
         if section is None:
-            raise AirflowFailException(
+            raise self.unready(
                 f"{self.dataset} is not validated and nothing runs: run the validate DAG"
             )
         verified = self.status("--verify")["datasets"][self.dataset]["verified"]
         for file, state in verified.items():
             if state != "ok":
-                raise AirflowFailException(
+                raise self.unready(
                     f"{file} of {self.dataset} is {state} since it was validated: run the validate"
                     " DAG again"
                 )
-        self.log.info("%s: %d files are as validation left them", self.dataset, len(verified))
+        self.log.info("%s: %d files are as validation saw them", self.dataset, len(verified))
         return dict(section["counts"])

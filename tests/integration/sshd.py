@@ -1,8 +1,7 @@
-"""A private sshd on loopback: own port, own keys, host key known to the connection."""
+"""The demo's private sshd, with a key that nothing knows, and ways to break its connections."""
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import socket
@@ -13,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-SSHD = "/usr/sbin/sshd"
+from demo import sshd
+from demo.stack import free_ports
 
 
 @dataclass
@@ -24,27 +24,22 @@ class Sshd:
     port: int
     process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def strangers_key(self) -> Path:
+        return self.root / "stranger" / "user"
+
     def connection(self, **changes: object) -> str:
-        """As AIRFLOW_CONN_...: JSON."""
-        extra = {
-            "key_file": str(self.root / "user"),
-            "host_key": " ".join((self.root / "host.pub").read_text().split()[:2]),
-            "look_for_keys": False,
-        }
-        connection = {
-            "conn_type": "ssh",
-            "host": "127.0.0.1",
-            "port": self.port,
-            "login": getpass.getuser(),
-            "extra": {k: v for k, v in {**extra, **changes}.items() if v is not None},
-        }
+        """As AIRFLOW_CONN_...: JSON. ``changes`` are to extra; None takes an entry away."""
+        connection = json.loads(sshd.connection(self.root, self.port))
+        extra = {**connection["extra"], "look_for_keys": False, **changes}
+        connection["extra"] = {k: v for k, v in extra.items() if v is not None}
         return json.dumps(connection)
 
     def start(self) -> None:
-        Path("/run/sshd").mkdir(parents=True, exist_ok=True)
-        self.process = subprocess.Popen(
-            [SSHD, "-D", "-f", str(self.root / "config"), "-E", str(self.root / "log")]
-        )
+        with open(self.root / "log", "a") as log:
+            self.process = subprocess.Popen(
+                sshd.command(self.root, self.port), stdin=subprocess.DEVNULL, stderr=log
+            )
         for _ in range(200):
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
@@ -72,33 +67,13 @@ class Sshd:
 
 @contextmanager
 def private_sshd(root: Path) -> Iterator[Sshd]:
-    root.mkdir(parents=True, exist_ok=True)
-    for name in ("host", "user", "other"):
-        subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(root / name)], check=True
-        )
-    authorized = root / "authorized_keys"
-    authorized.write_text((root / "user.pub").read_text())
-    authorized.chmod(0o600)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    (root / "config").write_text(
-        f"""ListenAddress 127.0.0.1
-Port {port}
-HostKey "{root / "host"}"
-AuthorizedKeysFile "{authorized}"
-PidFile none
-StrictModes no
-UsePAM no
-PasswordAuthentication no
-PermitRootLogin yes
-"""
-    )
-    sshd = Sshd(root, port)
-    sshd.start()
+    (port,) = free_ports(1)
+    server = Sshd(root, port)
+    sshd.make_keys(root)
+    sshd.make_keys(server.strangers_key.parent)
+    server.start()
     try:
-        yield sshd
+        yield server
     finally:
-        sshd.drop()
-        sshd.stop()
+        server.drop()
+        server.stop()

@@ -133,8 +133,9 @@ def has_jobs(home: Path) -> bool:
     return any(home.glob("host/*/jobs/generate/*/state.json"))
 
 
-@pytest.mark.parametrize("moment", [has_engine, has_jobs])
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    ("moment", "sent"), [(has_engine, signal.SIGTERM), (has_jobs, signal.SIGINT)]
+)
 def test_an_interrupted_demo_leaves_no_process(
     tmp_path: Path, moment: Callable[[Path], bool], sent: signal.Signals
 ) -> None:

@@ -19,14 +19,16 @@ from unit.host import NOISY, QUIET, STUBBORN, until
 from unit.test_deploy import recipe
 
 from drafter import jobs
+from drafter.code import code_hash
 from drafter.errors import RecipeError
 from drafter.layout import JobDir, Workspace
 from gpu_host import triggers
-from gpu_host.deploy import code_hash, deploy
+from gpu_host.deploy import PACKAGE, deploy
 from gpu_host.hooks import GpuHostHook, Unreachable
 from gpu_host.triggers import JobTrigger
 
 CONNECTION = "AIRFLOW_CONN_GPU_HOST"
+CODE = code_hash(PACKAGE)
 
 
 START = """
@@ -63,7 +65,7 @@ def start(workspace: Workspace, argv: list[str], **changes: Any) -> JobTrigger:
         "dataset": "B1",
         "argv": argv,
         "what": "same",
-        "code": code_hash(),
+        "code": CODE,
         "run_id": "run",
         "mode": "resume",
         "token_budget": None,
@@ -76,9 +78,9 @@ def start(workspace: Workspace, argv: list[str], **changes: Any) -> JobTrigger:
         "request": None,
         **changes,
     }
-    package = workspace.code(code_hash())
+    package = workspace.code(CODE)
     line = shlex.join(["env", f"PYTHONPATH={package}", sys.executable, "-c", START])
-    with GpuHostHook.of(tiny.host, code_hash()) as hook:
+    with GpuHostHook.of(tiny.host, CODE) as hook:
         code, output, errors = hook.run_line(line, json.dumps([str(workspace.root), spec]))
     assert code == 0, errors
     answer = json.loads(output)
@@ -86,7 +88,7 @@ def start(workspace: Workspace, argv: list[str], **changes: Any) -> JobTrigger:
         conn_id="gpu_host",
         workspace=str(workspace.root),
         python=sys.executable,
-        code=code_hash(),
+        code=CODE,
         job_dir=str(job.root),
         start_id=answer["start_id"],
         offset=answer["offset"],
@@ -178,6 +180,13 @@ def test_a_killed_task_leaves_no_process(workspace: Workspace, argv: list[str]) 
     asyncio.run(trigger.on_kill())
 
 
+def test_code_that_is_not_there_is_one_sentence_and_never_retried(workspace: Workspace) -> None:
+    hook = GpuHostHook("gpu_host", str(workspace.root), sys.executable, "0" * 64)
+    sentence = f"drafter: there is no {workspace.code('0' * 64)} on the host: run the deploy task\n"
+    with hook:
+        assert hook.run(["status"]) == (RecipeError.exit_code, "", sentence)
+
+
 def test_the_lease_ends_a_job_that_nobody_follows(workspace: Workspace) -> None:
     trigger = start(workspace, STUBBORN, lease_s=1)
     until(lambda: survivors(workspace) == [], 8)
@@ -221,9 +230,9 @@ def test_what_keeps_us_from_the_host_is_one_sentence(
         monkeypatch.setattr("gpu_host.hooks.CONNECT_ATTEMPTS", 1)
     else:
         if changes.get("host_key"):
-            changes = {"host_key": (sshd.root / "other.pub").read_text()}
+            changes = {"host_key": sshd.strangers_key.with_suffix(".pub").read_text()}
         if changes.get("key_file") == "other":
-            changes = {"key_file": str(sshd.root / "other")}
+            changes = {"key_file": str(sshd.strangers_key)}
         monkeypatch.setenv(CONNECTION, sshd.connection(**changes))
     hook = GpuHostHook.of(recipe(workspace.root).host)
     with pytest.raises(kind, match=message) as sync:

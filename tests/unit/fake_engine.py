@@ -159,7 +159,7 @@ class FakeEngine:
         if self.key and headers.get("authorization") != f"bearer {self.key}":
             return Reply(401, {"error": "Unauthorized"})
         if path == "/model_info":
-            return Reply(body={"model_path": "/models/fake"})
+            return Reply(body={"model_path": "/models/target"})
         if path == "/server_info":
             return Reply(body={"context_length": self.context})
         request = json.loads(body)

@@ -58,7 +58,7 @@ def test_every_prompt_is_answered_once_and_the_manifest_says_so(tmp_path: Path) 
     progress = read_json(site.job().dir.progress)
     assert progress["done"] and progress["changed"] and "60 responses" in progress["line"]
     sessions = site.read(site.prepared.sessions)
-    assert sessions[0]["engine"]["model_info"] == {"model_path": "/models/fake"}
+    assert sessions[0]["engine"]["model_info"] == {"model_path": "/models/target"}
     assert sessions[0]["offset"] == 0
     assert engine.most_in_flight <= 8
     assert len({request["rid"] for request in engine.requests}) == 60

@@ -12,8 +12,11 @@ What becomes of each class (RULES is the same table for the program):
     permanent        any other 4xx: the engine will not have it        1          failed, for good
     prompt too long  leaves no room in the engine's context            0 or 1     failed, for good
 
-"For good" means that the next run does not ask again. Behaviour of the server: SGLang 0.5.23,
-measured; an id outside the vocabulary kills its process, so ids are checked before they are sent.
+"For good" means that nobody asks again. Prompts of the other failures are asked once more at the
+end of the run, with as many sends (drafter.workers). What fails then too is written to failed.jsonl
+and asked by the next run, for which this one ends as busy; a prompt that failed so in three runs
+(MAX_RUNS) has failed for good. Behaviour of the server: SGLang 0.5.23, measured; an id outside the
+vocabulary kills its process, so ids are checked before they are sent.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import httpx
@@ -44,23 +48,23 @@ class Rule(NamedTuple):
     sends: int | None
     """Of one prompt at most; None for the recipe's ``attempts``."""
 
-    stored: bool
-    """Goes to raw_responses.jsonl, else to failed.jsonl."""
-
     final: bool
-    """The next run does not ask again."""
+    """Nobody asks again."""
 
 
 RULES: dict[Kind, Rule] = {
-    "ok": Rule(sends=1, stored=True, final=True),
-    "length": Rule(sends=1, stored=True, final=True),
-    "empty": Rule(sends=2, stored=False, final=False),
-    "abort": Rule(sends=None, stored=False, final=False),
-    "transient": Rule(sends=None, stored=False, final=False),
-    "malformed": Rule(sends=None, stored=False, final=False),
-    "permanent": Rule(sends=1, stored=False, final=True),
-    "prompt too long": Rule(sends=1, stored=False, final=True),
+    "ok": Rule(sends=1, final=True),
+    "length": Rule(sends=1, final=True),
+    "empty": Rule(sends=2, final=False),
+    "abort": Rule(sends=None, final=False),
+    "transient": Rule(sends=None, final=False),
+    "malformed": Rule(sends=None, final=False),
+    "permanent": Rule(sends=1, final=True),
+    "prompt too long": Rule(sends=1, final=True),
 }
+
+MAX_RUNS = 3
+"""Runs in which a prompt may fail, whatever its classes, before it has failed for good."""
 
 CONNECT_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 30.0
@@ -70,6 +74,9 @@ BACKOFF_S = 0.5
 BACKOFF_CAP_S = 30.0
 AVOID_S = 5.0
 """A URL that just failed gets no request for so long while another one answers."""
+
+_KEPT_BACK = 6
+"""Tokens of the context by which SGLang's max_req_input_len is shorter."""
 
 _TRANSIENT_STATUS = frozenset({408, 425, 429})
 _NOT_SGLANG = "correct engine.urls, this is no SGLang server"
@@ -103,8 +110,8 @@ class EngineInfo(NamedTuple):
     """Of the first URL: model_path, weight_version and so on."""
 
 
-def check_engine(engine: Engine) -> EngineInfo:
-    """Ask every URL whether it is there and what it serves, before the first request.
+def check_engine(engine: Engine, target: str) -> EngineInfo:
+    """Ask every URL whether it is there and serves ``target`` (a path), before the first request.
 
     Raises Busy when one does not answer, RecipeError when one is not what the recipe says.
     """
@@ -118,19 +125,14 @@ def check_engine(engine: Engine) -> EngineInfo:
         for url in _urls(engine):
             _get(client, url, "/health")
             model_info = _get_object(client, url, "/model_info")
-            context = _get_object(client, url, "/server_info").get("context_length")
-            if type(context) is not int:
+            served = str(model_info.get("model_path"))
+            # The two may see one checkpoint under different roots.
+            if Path(served).name != Path(target).name:
                 raise RecipeError(
-                    f"{url}/server_info gives context_length {context!r}: needs a number,"
-                    " start the engine with --context-length"
+                    f"engine {url} serves {served}, the recipe's target is {target}: start the"
+                    " right model, or correct target.path or engine.urls"
                 )
-            infos.append((context, model_info))
-    models = {info.get("model_path") for _, info in infos}
-    if len(models) > 1:
-        raise RecipeError(
-            f"engine.urls serve different models ({', '.join(sorted(map(str, models)))}):"
-            " list only servers of the target"
-        )
+            infos.append((_context(client, url), model_info))
     return EngineInfo(min(context for context, _ in infos), infos[0][1])
 
 
@@ -141,6 +143,27 @@ def tls_context(engine: Engine) -> ssl.SSLContext:
 
 def _urls(engine: Engine) -> list[str]:
     return [url.rstrip("/") for url in engine.urls]
+
+
+def _context(client: httpx.Client, url: str) -> int:
+    """Tokens of prompt and answer together."""
+    server_info = _get_object(client, url, "/server_info")
+    if _is_count(context := server_info.get("context_length")):
+        return int(context)
+    # Null where the engine took it from the model's config.
+    if _is_count(longest := server_info.get("max_req_input_len")):
+        return int(longest) + _KEPT_BACK
+    models = _get_object(client, url, "/v1/models").get("data")
+    model = models[0] if isinstance(models, list) and models else None
+    if isinstance(model, dict) and _is_count(context := model.get("max_model_len")):
+        return int(context)
+    raise RecipeError(
+        f"{url} says nowhere how long its context is: start the engine with --context-length"
+    )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
 
 
 def _get_object(client: httpx.Client, url: str, path: str) -> dict[str, Any]:
@@ -181,8 +204,8 @@ def _headers(engine: Engine) -> dict[str, str]:
         key = os.environ.get(engine.api_key_env)
         if not key:
             raise RecipeError(
-                f"{engine.api_key_env} is not set: export the engine's key on the GPU host, or"
-                " remove engine.api_key_env"
+                f"{engine.api_key_env} is not set: let it hold the engine's key, visible to"
+                " non-interactive SSH sessions on the GPU host, or remove engine.api_key_env"
             )
         headers["Authorization"] = f"Bearer {key}"
     return headers
