@@ -113,6 +113,9 @@ if __name__ == "__main__":
     except DrafterError as error:
         print(f"demo: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        print(f"demo: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
     except httpx.HTTPError as error:
         print(f"demo: Airflow does not answer ({error}): see .demo/logs", file=sys.stderr)
         sys.exit(1)

@@ -57,6 +57,8 @@ def make_keys(directory: Path) -> None:
 def command(directory: Path, port: int) -> list[str]:
     """The command line of the private sshd, in the foreground, logging to stderr."""
     keys = directory.resolve()
+    if set('"%') & set(str(keys)):
+        raise RecipeError(f"sshd cannot use {keys}: choose a folder without % and double quotes")
     config = keys / "sshd_config"
     config.write_text(CONFIG.format(port=port, keys=keys, pam="yes" if _is_locked() else "no"))
     if os.geteuid() == 0:

@@ -17,3 +17,8 @@ if __name__ == "__main__":
     except DrafterError as error:
         print(f"drafter: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(1)  # whoever read our output has gone
+    except OSError as error:
+        print(f"drafter: {error.filename or 'the host'}: {error.strerror}", file=sys.stderr)
+        sys.exit(1)

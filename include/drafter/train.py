@@ -41,6 +41,7 @@ def run(job: Job) -> None:
     recipe, workspace = job.recipe, job.workspace
     inputs = plan.inputs("train", job.dataset, workspace, recipe)
     states = workspace.drafter(plan.run_name(workspace, recipe))
+    corpus.verify(workspace, recipe)
     rows = corpus.collect(workspace, recipe)
     head = corpus.read_head(recipe, rows)
     runs = [states] + [checkpoint.no_states(states)] * recipe.train.no_states_baseline
@@ -65,10 +66,9 @@ def run(job: Job) -> None:
     }
     changed = write_section(states.manifest, "train", section)
     counts = results[0]
-    line = (
-        f"{counts['steps']} steps over {counts['tokens']} tokens of {len(rows.trained)} rows, "
-        f"loss {counts['first_loss'] or 0:.3f} -> {counts['last_loss'] or 0:.3f}"
-    )
+    line = f"{counts['steps']} steps over {counts['tokens']} tokens of {len(rows.trained)} rows"
+    if counts["steps"]:
+        line += f", loss {counts['first_loss']:.3f} -> {counts['last_loss']:.3f}"
     job.report(done=True, changed=changed, line=line, step=progress.steps, steps=progress.steps)
     print(line, flush=True)
 

@@ -66,6 +66,21 @@ def test_a_bad_row_is_named_and_reading_goes_on(
     assert list(reading.rows(path)) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        pytest.param('[{"a": 1}, {"a": 2}', "its array", id="no closing bracket"),
+        pytest.param('[{"a": 1}, {"a"', "its array", id="half an element"),
+        pytest.param('{"a": 1}\n{"a": ', "a row", id="half a line"),
+    ],
+)
+def test_half_a_download_is_not_a_small_dataset(tmp_path: Path, text: str, where: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=f"ends in the middle of {where}: fetch it again"):
+        list(rows(path))
+
+
 def test_nan_is_read_as_python_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "source"
     path.write_text('{"difficulty": NaN, "problem": "x"}\n')

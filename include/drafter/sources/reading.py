@@ -2,7 +2,8 @@
 
 What a file is shows in its bytes, not in its name. A row that is no JSON object becomes a str, the
 reason, and reading goes on; a file that cannot be read on (a torn gzip stream, a row beyond
-``MAX_ROW_BYTES``) raises DataError.
+``MAX_ROW_BYTES``) raises DataError, and so does one that ends in the middle of a row or an array:
+half a download would else be a small dataset.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from drafter.errors import DataError
 MAX_ROW_BYTES = 64 << 20
 """The longest known rows (agent trajectories with tool output) are below 10 MB."""
 
+_NOT_JSON = "not JSON"
 _BLOCK_BYTES = 1 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -39,7 +41,7 @@ def rows(path: Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[dict[str, A
                 yield from map(_parsed, _elements(file, path, max_row_bytes))
             else:
                 file.seek(0)
-                yield from _lines(file, max_row_bytes)
+                yield from _lines(file, path, max_row_bytes)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is damaged ({error}): fetch it again") from None
 
@@ -58,7 +60,7 @@ def _first_byte(file: IO[bytes]) -> bytes:
     return b""
 
 
-def _lines(file: IO[bytes], max_row_bytes: int) -> Iterator[dict[str, Any] | str]:
+def _lines(file: IO[bytes], path: Path, max_row_bytes: int) -> Iterator[dict[str, Any] | str]:
     first = True
     while line := file.readline(max_row_bytes):
         if first:
@@ -68,7 +70,10 @@ def _lines(file: IO[bytes], max_row_bytes: int) -> Iterator[dict[str, Any] | str
                 pass
             yield "row too long"
         elif line.strip():
-            yield _parsed(line)
+            row = _parsed(line)
+            if row == _NOT_JSON and not line.endswith(b"\n"):
+                raise DataError(f"{path} ends in the middle of a row: fetch it again")
+            yield row
 
 
 def _elements(file: IO[bytes], path: Path, max_row_bytes: int) -> Iterator[bytes]:
@@ -89,9 +94,7 @@ def _elements(file: IO[bytes], path: Path, max_row_bytes: int) -> Iterator[bytes
             # Reading as much again as is kept makes the scans of a long string add up linearly.
             more = file.read(max(_BLOCK_BYTES, len(kept)))
             if not more:
-                if kept.strip():
-                    yield kept
-                return
+                raise DataError(f"{path} ends in the middle of its array: fetch it again")
             buffer, position, begin = kept + more, position - begin, 0
             continue
         position = match.end()
@@ -117,5 +120,5 @@ def _parsed(raw: bytes) -> dict[str, Any] | str:
             # Python's own writes NaN and half surrogate pairs, and reads them.
             row = json.loads(raw.decode())
         except (ValueError, RecursionError):
-            return "not JSON"
+            return _NOT_JSON
     return row if isinstance(row, dict) else "not an object"
