@@ -68,7 +68,7 @@ def _run(here: Stack, recipe: Recipe) -> None:
         _start(here, recipe)
         print(f"Airflow is at {here.url}", flush=True)
         with AirflowApi(here.url) as api:
-            Drive(api, recipe).run()
+            Drive(api, recipe, lambda: stack.require_alive(here)).run()
     finally:
         _end(here)
     summary = summarise(recipe, time.monotonic() - began)
@@ -80,7 +80,7 @@ def _up(here: Stack, recipe: Recipe) -> None:
     try:
         _start(here, recipe)
         with AirflowApi(here.url) as api:
-            Drive(api, recipe).get_ready()
+            Drive(api, recipe, lambda: stack.require_alive(here)).get_ready()
     except BaseException:
         _end(here)
         raise

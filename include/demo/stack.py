@@ -168,6 +168,12 @@ def alive(stack: Stack) -> list[tuple[int, str]]:
     return running[::-1]
 
 
+def require_alive(stack: Stack) -> None:
+    """Raises Busy, with its last word, when a process of the stack has ended."""
+    for dead in set(read_json(stack.record)["processes"]) - {name for _, name in alive(stack)}:
+        raise Busy(f"{dead} has ended: {last_line(stack.home / 'logs' / f'{dead}.log')}")
+
+
 def _stop_jobs(stack: Stack) -> None:
     workspace = Path(read_json(stack.record)["workspace"]) if stack.record.exists() else None
     if workspace and workspace.exists():
@@ -267,15 +273,12 @@ def _wait_parts(stack: Stack) -> None:
 
 def _until_started(stack: Stack, name: str) -> Iterator[None]:
     """Half-second ticks until the deadline. Raises Busy when a process died or time is up."""
-    logs = stack.home / "logs"
-    expected = set(read_json(stack.record)["processes"])
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        for dead in expected - {name for _, name in alive(stack)}:
-            raise Busy(f"{dead} ended at start: {last_line(logs / f'{dead}.log')}")
+        require_alive(stack)
         yield
         time.sleep(0.5)
-    raise Busy(f"{name} did not answer within {START_TIMEOUT_S:.0f} s: see {logs}")
+    raise Busy(f"{name} did not answer within {START_TIMEOUT_S:.0f} s: see {stack.home / 'logs'}")
 
 
 def last_line(log: Path) -> str:

@@ -7,6 +7,7 @@ started by an asset (because an earlier demo was interrupted in between) is trig
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ class Drive:
 
     api: AirflowApi
     recipe: Recipe
+    check: Callable[[], None]
+    """Raises when a process of the stack has died."""
+
     began: float = field(default_factory=time.monotonic)
     began_at: float = field(default_factory=time.time)
     told: set[str] = field(default_factory=set)
@@ -88,6 +92,7 @@ class Drive:
         quiet_since = time.monotonic()
         triggered = False
         while True:
+            self.check()
             runs = [run for run in self.api.runs(dag_id) if run["dag_run_id"] not in earlier]
             for run in runs:
                 if run["state"] == "failed":
@@ -124,15 +129,23 @@ class Drive:
         if not failed:
             return "no task failed; look at the run in the UI"
         task = min(failed, key=lambda t: t["end_date"] or "")
-        name = task["rendered_map_index"] or ""
+        name = f"{task['task_id']} {task['rendered_map_index'] or ''}".strip()
+        return f"{name}: {self._reason(task)}"
+
+    def _reason(self, task: dict[str, Any]) -> str:
+        """What the task's log says behind "drafter: ", the mark of our own sentences."""
         lines = [line for line in self.api.log(task) if "drafter: " in line]
-        reason = lines[-1].rpartition("drafter: ")[2] if lines else "see the task's log in the UI"
-        return f"{task['task_id']} {name}: {reason}".replace(" :", ":")
+        return lines[-1].partition("drafter: ")[2] if lines else "its log in the UI says more"
 
     def _tell(self, run: dict[str, Any]) -> None:
         tasks = self.api.tasks(run["dag_id"], run["dag_run_id"])
         ended = sum(task["state"] in ("success", "skipped") for task in tasks)
         jobs = read_status(self.workspace.root)["jobs"] if self.workspace.root.exists() else {}
+        for task in tasks:
+            if task["state"] == "up_for_retry":
+                name = f"{task['task_id']} {task['rendered_map_index'] or ''}".strip()
+                key = f"{run['dag_run_id']} {name} {task['try_number']}"
+                self._say_once(key, f"  {name} is tried again: {self._reason(task)}")
         running = []
         for phase in CHAIN[run["dag_id"]]:
             for dataset, job in jobs.get(phase, {}).items():

@@ -128,7 +128,9 @@ def _left(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> str
     from drafter.plan import read_phase
 
     section = read_phase(phase, dataset, workspace, recipe)
-    return section and digest({key: section.get(key) for key in ("inputs", "files")})
+    if section is None:
+        return None
+    return digest({key: section.get(key) for key in ("inputs", "files")})
 
 
 def _run(arguments: argparse.Namespace) -> int:

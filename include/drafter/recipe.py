@@ -212,10 +212,11 @@ class Host(_Section):
     """Interpreter on the GPU host that has include/requirements.txt installed."""
 
     pool: str = Field(default="gpu", min_length=1)
-    """Airflow pool that generate, extract, train and evaluate jobs take a slot of."""
+    """Airflow pool of the GPUs: at least ``slots`` large, counting deferred tasks."""
 
     slots: int = Field(default=4, ge=1)
-    """Size of the pool: GPU jobs at once."""
+    """GPU jobs at once: generate takes one slot, train all, extract and evaluate as
+    ``extract.jobs`` says."""
 
     lease_s: float = Field(default=900, ge=5)
     """A job that nobody has renewed for so long stops itself: longer than any triggerer outage."""

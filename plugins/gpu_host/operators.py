@@ -57,8 +57,7 @@ def output_of(
         raise failure(
             log,
             exit_code,
-            f"drafter {arguments[0]}: {meaning} (exit {exit_code}): "
-            + last.removeprefix("drafter: "),
+            f"{arguments[0]}: {meaning} (exit {exit_code}): " + last.removeprefix("drafter: "),
         )
     return output
 

@@ -115,8 +115,8 @@ class TokenBudgetSensor(_DatasetSensor):
             raise self.unready(self._fault(status) + f": {numbers}; run the generate DAG again")
         if tokens < limits.min_tokens:
             raise self.unready(
-                f"generation of {self.dataset} ended ({stop_reason}) too early: {numbers}; lower its"
-                " min_tokens or give it more prompts"
+                f"generation of {self.dataset} ended ({stop_reason}) too early: {numbers}; lower"
+                " its min_tokens or give it more prompts"
             )
         self.log.info("%s (%s): %s", self.dataset, stop_reason, numbers)
         return {"tokens": tokens, "stop_reason": stop_reason}
@@ -125,8 +125,9 @@ class TokenBudgetSensor(_DatasetSensor):
         """A complete manifest stands, whatever the exit record of a later or killed try says."""
         workspace = Workspace(Path(self.recipe.host.workspace))
         name = workspace.prepared(self.dataset).responses.name
+        left: int = section["files"][name]["bytes"]
         now: int | None = status["datasets"][self.dataset]["sizes"].get(name)
-        return now == section["files"][name]["bytes"]
+        return now == left
 
     def _fault(self, status: dict[str, Any]) -> str:
         job = status["jobs"].get(self.phase, {}).get(self.dataset)

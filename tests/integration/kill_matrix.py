@@ -11,33 +11,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from integration.kill_stack import LOOK_S, Clicks, airflow, kill_part, launch, settled, wait
 from unit.host import NOISY, QUIET, STUBBORN
 
-from demo import sshd
-from demo import stack as demo_stack
-from demo.airflow_api import AirflowApi
-from demo.stack import ROOT, Stack, environment, free_ports
-from drafter.layout import Workspace, read_json, write_json
+from demo.stack import Stack
+from drafter.layout import Workspace, read_json
 from drafter.processes import MARKER
 
-HERE = Path(__file__).parent
 VARIANTS = {"quiet": QUIET, "noisy": NOISY, "stubborn": STUBBORN}
 LIMIT_S = 10.0
-LOOK_S = 0.2
-SETTLE_S = 90.0
-"""From a click to a task's new state, on a busy machine."""
 
 TICKS = ["bash", "-c", "for i in $(seq 45); do echo tick $i; sleep 1; done"]
 FLOOD = ["bash", "-c", "sleep 8; seq 1000000 1199999"]
@@ -131,18 +124,6 @@ class Watcher(threading.Thread):
         return Row(act, dataset, seconds, left, self.copies(dataset))
 
 
-class Clicks(AirflowApi):
-    def start(self, dataset: str, program: list[str], wait_s: float = 0) -> str:
-        return self.trigger(dataset, program=json.dumps(program), wait_s=wait_s)
-
-    def job(self, dataset: str, run: str) -> dict[str, Any]:
-        return next(task for task in self.tasks(dataset, run) if task["task_id"] == "job")
-
-    def mark(self, dataset: str, run: str, state: str) -> None:
-        path = f"/dags/{dataset}/dagRuns/{run}/taskInstances/job"
-        self._http.patch(path, json={"new_state": state}).raise_for_status()
-
-
 ACTS: dict[str, Callable[[Clicks, str, str], None]] = {
     "mark failed": lambda api, dataset, run: api.mark(dataset, run, "failed"),
     "mark success": lambda api, dataset, run: api.mark(dataset, run, "success"),
@@ -169,10 +150,13 @@ class Matrix:
             flush=True,
         )
 
-    def begin(self, state: str, programs: dict[str, list[str]]) -> dict[str, tuple[str, str]]:
+    def begin(
+        self, state: str, programs: dict[str, list[str]], environ: dict[str, str] | None = None
+    ) -> dict[str, tuple[str, str]]:
         """Start one job per dataset and wait for its task's ``state``: {dataset: (run, start)}."""
+        wait_s = 60 if state == "running" else 0
         runs = {
-            dataset: self.api.start(dataset, program, 60 if state == "running" else 0)
+            dataset: self.api.start(dataset, program, wait_s, environ)
             for dataset, program in programs.items()
         }
         begun = {}
@@ -290,6 +274,23 @@ class Matrix:
         fault = fault or ("" if "1199999" in lines else "the last line is not shown")
         self.add(Row("200,000 lines in the last second", "flood", None, 0, 1, fault))
 
+    def clock_jumps(self) -> None:
+        """An hour that did not pass is no reason to end a job."""
+        act = "the job's clock jumps an hour"
+        if shutil.which("faketime") is None:
+            print(f"| {act:34} | ticks    | not run: faketime is not installed | | | |", flush=True)
+            return
+        offset = self.stack.home / "clock"
+        offset.write_text("+0\n")
+        begun = self.begin("deferred", {"quiet": TICKS}, faked_clock(offset))
+        run, _ = begun["quiet"]
+        offset.write_text("+3600\n")
+        ended = settled(self.api, "quiet", run, 180)
+        stamp = read_json(self.workspace.job("generate", "quiet").exit)["ended"]
+        fault = "" if ended == "success" else f"the task is {ended}"
+        fault = fault or ("" if stamp > time.time() + 3000 else "the clock did not jump")
+        self.add(Row(act, "ticks", None, 0, 1, fault))
+
     def everything(self) -> None:
         for state in ("deferred", "running"):
             for act in ACTS:
@@ -302,85 +303,29 @@ class Matrix:
         self.triggerer_stays_away(act=False)
         self.triggerer_stays_away(act=True)
         self.flood()
+        self.clock_jumps()
 
 
-def wait(condition: Callable[[], object], what: str, within_s: float = SETTLE_S) -> None:
-    give_up = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > give_up:
-            raise SystemExit(f"kill matrix: not within {within_s:g} s: {what}")
-        time.sleep(LOOK_S)
-
-
-def settled(api: Clicks, dataset: str, run: str, within_s: float = SETTLE_S) -> str:
-    """State of the job's task once it has ended."""
-    ends = ("success", "failed")
-    wait(lambda: api.job(dataset, run)["state"] in ends, f"the end of {dataset}", within_s)
-    return str(api.job(dataset, run)["state"])
-
-
-def launch(stack: Stack, name: str, command: list[str]) -> None:
-    """One more process of the stack, noted in pids.json."""
-    with open(stack.home / "logs" / f"{name}.log", "a") as log:
-        process = subprocess.Popen(
-            command,
-            env=environment(stack),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    write_json(stack.home / "pids.json", {**launched(stack), name: process.pid})
-
-
-def launched(stack: Stack) -> dict[str, int]:
-    path = stack.home / "pids.json"
-    pids: dict[str, int] = read_json(path) if path.exists() else {}
-    return pids
-
-
-def kill_part(stack: Stack, name: str) -> None:
-    """KILL a part of Airflow and its children."""
-    pids = {name: pid for pid, name in demo_stack.alive(stack)} | launched(stack)
-    os.killpg(pids[name], signal.SIGKILL)
-
-
-@contextmanager
-def airflow(home: Path) -> Iterator[Stack]:
-    web, *others = free_ports(1 + len(demo_stack.PORTS))
-    ports = dict(zip(demo_stack.PORTS, others, strict=True))
-    python = Path(sys.executable)
-    stack = Stack(home, HERE / "kill.toml", python, web, ports, HERE / "kill_dags")
-    try:
-        (home / "logs").mkdir(parents=True)
-        sshd.make_keys(home / "ssh")
-        launch(stack, "sshd", sshd.command(home / "ssh", ports["sshd"]))
-        demo_stack.begin(stack, home / "host" / "it's a $(touch x) workspace")
-        demo_stack.start_airflow(stack)
-        yield stack
-    finally:
-        demo_stack.stop(stack)
-        for pid in launched(stack).values():
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+def faked_clock(offset: Path) -> dict[str, str]:
+    """The environment in which every clock is off by what the file ``offset`` says."""
+    command = ["faketime", "-f", "+0", "sh", "-c", 'echo "$LD_PRELOAD"']
+    library = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    file = {"FAKETIME_TIMESTAMP_FILE": str(offset), "FAKETIME_NO_CACHE": "1"}
+    return {"LD_PRELOAD": library, **file}
 
 
 def main(short: bool) -> int:
-    with tempfile.TemporaryDirectory(prefix="kill-matrix-") as temporary:
-        home = Path(temporary)
-        with airflow(home) as stack, Clicks(stack.url) as api:
-            wait(lambda: set(VARIANTS) <= api.dag_ids(), "the DAGs")
-            api.set_pool("gpu", 8)
-            for dataset in VARIANTS:
-                api.unpause(dataset)
-            workspace = Workspace(home / "host" / "it's a $(touch x) workspace")
-            matrix = Matrix(stack, workspace, api)
-            print("| act | variant | seconds | survivors | copies | |\n|---|---|---|---|---|---|")
-            if short:
-                for act in ACTS:
-                    matrix.users_act(act, "deferred")
-            else:
-                matrix.everything()
+    with (
+        tempfile.TemporaryDirectory(prefix="kill-matrix-") as home,
+        airflow(Path(home)) as (stack, workspace, api),
+    ):
+        matrix = Matrix(stack, workspace, api)
+        print("| act | variant | seconds | survivors | copies | |\n|---|---|---|---|---|---|")
+        if short:
+            for act in ACTS:
+                matrix.users_act(act, "deferred")
+        else:
+            matrix.everything()
     missed = [row for row in matrix.rows if row.missed]
     print(f"{len(matrix.rows)} rows, {len(missed)} missed")
     return 1 if missed else 0
@@ -389,5 +334,4 @@ def main(short: bool) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true")
-    os.environ.setdefault("PYTHONPATH", f"{ROOT}/include:{ROOT}/plugins:{ROOT}/tests")
     sys.exit(main(parser.parse_args().short))

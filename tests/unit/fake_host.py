@@ -1,9 +1,15 @@
-"""A GPU host that plays a script."""
+"""A GPU host that plays a script, and what a task that fails because of it must say."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import pytest
+from airflow.sdk.exceptions import AirflowException
+from structlog.testing import capture_logs
 
 Answer = tuple[int, str, str]
 
@@ -38,3 +44,15 @@ class FakeHost:
 
     async def aclose(self) -> None:
         return
+
+
+@contextmanager
+def refused(kind: type[Exception], message: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Expects this failure, its sentence logged as the only line that starts with "drafter: "."""
+    with capture_logs() as entries, pytest.raises(AirflowException, match=message) as raised:
+        yield raised
+    assert type(raised.value) is kind
+    lines = [entry["event"] for entry in entries if "drafter: " in entry["event"]]
+    assert lines == [str(raised.value)]
+    assert lines[0].startswith("drafter: ")
+    assert "\n" not in lines[0]

@@ -17,9 +17,11 @@ from airflow.sdk import DAG, Asset
 from airflow.serialization.serialized_objects import DagSerialization
 
 from drafter import code
+from drafter.code import code_hash
 from drafter.errors import DrafterError, RecipeError
 from drafter.recipe import Recipe, parse_recipe
-from gpu_host.deploy import PACKAGE, archive, code_hash, deploy
+from gpu_host.dag_options import DEFAULTS
+from gpu_host.deploy import PACKAGE, archive, deploy
 from gpu_host.hooks import GpuHostHook
 from gpu_host.operators import DeployOperator, PhaseOperator, what
 from gpu_host.sensors import SchemaSensor, TokenBudgetSensor
@@ -67,15 +69,15 @@ def test_the_hash_is_of_names_and_bytes_and_leaves_bytecode_out(tmp_path: Path) 
     (other / "__pycache__").mkdir()
     (other / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"junk")
     os.utime(other / "a.py", (1, 1))
-    assert code.code_hash(one) == code.code_hash(other)
+    assert code_hash(one) == code_hash(other)
     (other / "engines" / "b.py").rename(other / "b.py")
-    assert code.code_hash(one) != code.code_hash(other)
+    assert code_hash(one) != code_hash(other)
 
 
 def test_a_missing_copy_is_uploaded_once(workspace: Path) -> None:
     host: Any = LocalHost()
     sha256 = deploy(host, recipe(workspace))
-    assert sha256 == code_hash() == code.code_hash(workspace / "code" / sha256 / "drafter")
+    assert sha256 == code_hash(PACKAGE) == code_hash(workspace / "code" / sha256 / "drafter")
     assert deploy(host, recipe(workspace)) == sha256
     assert [size > 0 for size in host.uploads] == [False, True, False]
     assert os.listdir(workspace / "code") == [sha256]
@@ -103,7 +105,7 @@ def test_an_edited_copy_is_refused(workspace: Path) -> None:
 def test_half_an_upload_leaves_nothing(tmp_path: Path) -> None:
     stream = archive(PACKAGE)
     for cut in (700, len(stream) // 2):
-        code_dir = tmp_path / "code" / code_hash()
+        code_dir = tmp_path / "code" / code_hash(PACKAGE)
         try:
             assert code.install(code_dir, io.BytesIO(stream[:cut])) == "damaged"
         except OSError:
@@ -135,6 +137,21 @@ def test_an_argument_arrives_as_it_is(workspace: Path, argument: str) -> None:
     assert shell.stdout.decode() == argument
 
 
+def test_a_command_whose_code_is_not_there_says_so_and_is_never_retried(workspace: Path) -> None:
+    class Here(GpuHostHook):
+        def run_line(self, line: str, stdin: Any = b"", timeout_s: float = 60) -> Any:
+            return LocalHost().run_line(line, stdin, timeout_s)
+
+    absent = Here("gpu_host", str(workspace), sys.executable, "0" * 64)
+    code_dir = workspace / "code" / ("0" * 64)
+    sentence = f"drafter: there is no {code_dir} on the host: run the deploy task\n"
+    assert absent.run(["status", "--json"]) == (RecipeError.exit_code, "", sentence)
+    sha256 = deploy(LocalHost(), recipe(workspace))  # type: ignore[arg-type]
+    there = Here("gpu_host", str(workspace), sys.executable, sha256)
+    exit_code, output, _ = there.run(["status", "--json"])
+    assert (exit_code, json.loads(output)) == (0, {"jobs": {}, "datasets": {}})
+
+
 def test_what_is_to_be_done_leaves_budgets_and_concurrency_out() -> None:
     base = recipe(Path("/w"))
     engine = {"urls": ["http://127.0.0.1:1"], "in_flight": 99}
@@ -154,9 +171,15 @@ def test_what_is_to_be_done_leaves_budgets_and_concurrency_out() -> None:
     )
 
 
+def test_how_many_extract_at_once_is_not_what_is_to_be_done() -> None:
+    one, four = (recipe(Path("/w"), extract={"jobs": jobs}) for jobs in (1, 4))
+    asked = ("extract", "B1", "resume", "r")
+    assert what(one, *asked) == what(four, *asked)
+
+
 def test_a_dag_of_these_operators_serializes_the_same_every_time(workspace: Path) -> None:
     tiny = recipe(workspace)
-    with DAG("tiny", schedule=None) as dag:
+    with DAG("tiny", schedule=None, default_args=DEFAULTS) as dag:
         deployed = DeployOperator(task_id="deploy", recipe=tiny)
         PhaseOperator.partial(
             task_id="generate",
@@ -173,16 +196,23 @@ def test_a_dag_of_these_operators_serializes_the_same_every_time(workspace: Path
     first = DagSerialization.to_dict(dag)
     assert DagSerialization.to_dict(dag) == first
     loaded = DagSerialization.from_dict(first)
-    generate, tokens, export = map(loaded.get_task, ("generate", "tokens", "export"))
+    deployed, generate, tokens, export = map(
+        loaded.get_task, ("deploy", "generate", "tokens", "export")
+    )
     assert (generate.pool, generate.map_index_template) == ("gpu", "{{ task.dataset }}")
-    assert (generate.retries, export.retries) == (2, 2)
+    assert [task.retries for task in (deployed, generate, tokens, export)] == [5] * 4
+    assert generate.retry_exponential_backoff == 2.0
     assert (tokens.pool, export.pool) == ("default_pool", "default_pool")
+    assert [asset.uri for asset in dag.get_task("generate").inlets] == [
+        "drafter://tiny/generated/B1",
+        "drafter://tiny/generated/B2",
+    ]
     assert generate.template_fields[0] == "dataset"
     assert generate.upstream_task_ids == {"deploy"}
 
 
 def test_a_package_without_its_copy_is_not_intact(tmp_path: Path) -> None:
-    sha256 = code_hash()
+    sha256 = code_hash(PACKAGE)
     assert not code.is_intact(tmp_path / sha256)
     shutil.copytree(PACKAGE, tmp_path / sha256 / "drafter")
     assert code.is_intact(tmp_path / sha256)

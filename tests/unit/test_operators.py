@@ -1,4 +1,4 @@
-"""What operators and sensors make of the host's answers: defer, succeed, fail, retry or not."""
+"""What operators make of the host's answers: defer, succeed, fail, retry or not."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from airflow.sdk import Asset, AssetAlias
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, TaskDeferred
-from unit.fake_host import FakeHost
+from structlog.testing import capture_logs
+from unit.fake_host import FakeHost, refused
 
 from drafter.recipe import Recipe, parse_recipe
 from gpu_host.hooks import Unreachable
 from gpu_host.operators import HostCommandOperator, PhaseOperator
-from gpu_host.sensors import SchemaSensor, TokenBudgetSensor
-from gpu_host.triggers import JobTrigger, StatusTrigger
+from gpu_host.triggers import JobTrigger
 
 END = {"start_id": "s1", "code": 0, "reason": "", "ended": 1.0, "request": None}
 
@@ -50,8 +50,28 @@ class Events(dict[AssetAlias, Any]):
         return self[alias]
 
 
-def context(request: str = "try 1") -> dict[str, Any]:
-    return {"ti": SimpleNamespace(id=request), "run_id": "run 1", "outlet_events": Events()}
+GENERATED = Asset("drafter://tiny/generated/B1")
+
+
+class Announced(dict[Asset, list[Any]]):
+    """``inlet_events``: of assets without an event too."""
+
+    def __missing__(self, _asset: Asset) -> list[Any]:
+        return []
+
+
+def context(*extras: Any, asset: Asset = GENERATED) -> dict[str, Any]:
+    """``extras``: of the events that ``asset`` has had."""
+    return {
+        "ti": SimpleNamespace(id="try 1"),
+        "run_id": "run 1",
+        "inlet_events": Announced({asset: [SimpleNamespace(extra=extra) for extra in extras]}),
+        "outlet_events": Events(),
+    }
+
+
+def told(here: dict[str, Any]) -> list[Any]:
+    return [event for alias in here["outlet_events"].values() for event in alias.added]
 
 
 def phase(host: FakeHost, **changes: Any) -> PhaseOperator:
@@ -77,7 +97,14 @@ def event(code: int = 0, outcome: str = "ended", **changes: Any) -> dict[str, An
 
 
 STARTED = {"outcome": "started", "start_id": "s1", "offset": 17}
-DONE = {"outcome": "done", "reason": "its inputs are unchanged", "counts": {"rows": 7}}
+DONE = {
+    "outcome": "done",
+    "reason": "its inputs are unchanged",
+    "counts": {"rows": 7},
+    "digest": "d1",
+}
+LEFT = (0, 'B1  done  its inputs are unchanged\n[{"digest":"d1"}]\n', "")
+ANNOUNCEMENT = (GENERATED, {"dataset": "B1", "digest": "d1"})
 
 
 def test_a_start_sends_the_whole_job_on_stdin_and_defers() -> None:
@@ -109,10 +136,30 @@ def test_a_start_sends_the_whole_job_on_stdin_and_defers() -> None:
     assert (trigger.start_id, trigger.offset, trigger.request) == ("s1", 17, "try 1")
 
 
-def test_a_done_dataset_neither_defers_nor_tells_anybody() -> None:
-    here = context()
+@pytest.mark.parametrize(
+    ("announced", "announcements"),
+    [
+        pytest.param([{"digest": "d0"}, {"digest": "d1"}], [], id="announced"),
+        pytest.param([], [ANNOUNCEMENT], id="the try that saw its end died"),
+        pytest.param([{"digest": "d1"}, {"digest": "d0"}], [ANNOUNCEMENT], id="another content"),
+        pytest.param([{}], [ANNOUNCEMENT], id="an event made by hand"),
+        pytest.param([None], [ANNOUNCEMENT], id="an event without extra"),
+    ],
+)
+def test_a_done_dataset_never_defers_and_is_announced_once(
+    announced: list[Any], announcements: list[Any]
+) -> None:
+    here = context(*announced)
     assert phase(FakeHost(DONE)).execute(here) == {"outcome": "done", "changed": False, "rows": 7}
-    assert here["outlet_events"] == {}
+    assert told(here) == announcements
+
+
+def test_a_phase_without_an_asset_asks_for_no_digest() -> None:
+    host, here = FakeHost(DONE), context()
+    phase(host, asset=None).execute(here)
+    phase(host, asset=None).execute_complete(here, event(), "started")
+    assert host.asked == [["start"]]
+    assert told(here) == []
 
 
 @pytest.mark.parametrize("budget", ["", "None", None])
@@ -138,20 +185,29 @@ def test_a_wrong_argument_is_never_retried(changes: dict[str, Any], message: str
 
 
 def test_success_returns_counts_and_tells_what_changed() -> None:
-    here = context()
-    result = phase(FakeHost(DONE)).execute_complete(here, event(), "started")
+    host, here = FakeHost(LEFT), context()
+    result = phase(host).execute_complete(here, event(), "started")
     assert result == {"outcome": "ran", "changed": True, "rows": 7}
-    (told,) = here["outlet_events"].values()
-    assert told.added == [(Asset("drafter://tiny/generated/B1"), {"dataset": "B1"})]
+    assert host.asked == [["plan", "generate", "B1", "--json"]]
+    assert told(here) == [ANNOUNCEMENT]
+
+
+def test_an_end_that_changed_nothing_is_announced_if_it_never_was() -> None:
+    for announced, announcements in (({"digest": "d1"}, []), ({}, [ANNOUNCEMENT])):
+        here = context(announced)
+        end = event()
+        end["progress"]["changed"] = False
+        assert not phase(FakeHost(LEFT)).execute_complete(here, end, "started")["changed"]
+        assert told(here) == announcements
 
 
 def test_a_phase_over_all_datasets_tells_of_its_own_asset() -> None:
-    here = context()
     asset = Asset("drafter://tiny/drafter")
-    task = phase(FakeHost(DONE), phase="export", dataset="all", asset=asset)
+    task = phase(FakeHost(LEFT), phase="export", dataset="all", asset=asset)
+    here = context({"digest": "d0"}, asset=asset)
     task.execute_complete(here, event(), "started")
-    (told,) = here["outlet_events"].values()
-    assert told.added[0][0] == asset
+    assert told(here) == [(asset, {"dataset": "all", "digest": "d1"})]
+    assert task.inlets == [asset]
 
 
 @pytest.mark.parametrize(
@@ -172,9 +228,8 @@ def test_a_phase_over_all_datasets_tells_of_its_own_asset() -> None:
 def test_the_exit_code_decides_about_a_retry(
     given: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    with pytest.raises(AirflowException, match=message) as raised:
+    with refused(kind, message) as raised:
         phase(FakeHost(DONE)).execute_complete(context(), given, "started")
-    assert type(raised.value) is kind
     if given["outcome"] == "ended":
         assert "the last line" in str(raised.value)
         assert "/w/jobs/generate/B1/log" in str(raised.value)
@@ -200,8 +255,9 @@ def test_after_somebody_elses_job_the_plan_is_looked_at_again(
 
 def test_a_followed_job_that_did_it_all_still_tells_what_changed() -> None:
     here = context()
-    assert phase(FakeHost(DONE)).execute_complete(here, event(), "following")["changed"]
-    assert len(here["outlet_events"]) == 1
+    host = FakeHost(DONE, LEFT)
+    assert phase(host).execute_complete(here, event(), "following")["changed"]
+    assert told(here) == [ANNOUNCEMENT]
 
 
 @pytest.mark.parametrize(
@@ -213,9 +269,8 @@ def test_a_followed_job_that_did_it_all_still_tells_what_changed() -> None:
     ],
 )
 def test_a_refused_start_says_why(answer: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(AirflowException, match=message) as raised:
+    with refused(kind, message):
         phase(FakeHost(answer)).execute(context())
-    assert type(raised.value) is kind
 
 
 def test_killing_the_task_stops_the_job_also_before_it_has_started() -> None:
@@ -227,103 +282,31 @@ def test_killing_the_task_stops_the_job_also_before_it_has_started() -> None:
     assert host.asked[-1] == ["stop", "--job", "/w/jobs/generate/B1", "--request", "try 1"]
 
 
-def test_a_command_returns_its_last_line_as_json() -> None:
+def test_a_command_logs_what_it_prints() -> None:
     class Command(HostCommandOperator):
         def hook(self) -> Any:
-            return FakeHost((0, 'a table\n{"ok":true}\n', ""))
+            return FakeHost((0, "a table\nof two lines\n", ""))
 
-    task = Command(task_id="c", recipe=RECIPE, command=["plan"], json_output=True)
-    assert task.execute(context()) == {"ok": True}
-
-
-def status(
-    alive: bool = False,
-    code: int | None = 0,
-    tokens: int = 100,
-    stop_reason: str | None = "budget",
-    validated: bool = True,
-    verified: str = "ok",
-) -> dict[str, Any]:
-    end = None if code is None else {"code": code, "reason": f"ended with {code}"}
-    job = {
-        "alive": alive,
-        "state": None,
-        "exit": end,
-        "progress": {"completion_tokens": tokens},
-        "job": {"start_id": "s1"},
-    }
-    dataset: dict[str, Any] = {"verified": {"prompts.jsonl": "ok", "raw.jsonl": verified}}
-    if stop_reason:
-        dataset["generate"] = {
-            "counts": {"completion_tokens": tokens},
-            "stop_reason": stop_reason,
-        }
-    if validated:
-        dataset["validate"] = {"counts": {"accepted": 3}}
-    jobs = {"generate": {"B1": job}, "validate": {"B1": {**job}}}
-    return {"jobs": jobs, "datasets": {"B1": dataset}}
-
-
-NOTHING: dict[str, Any] = {"jobs": {}, "datasets": {}}
-
-
-def sensor(kind: Any, *answers: dict[str, Any]) -> Any:
-    class Sensor(kind):  # type: ignore[misc]
-        def hook(self) -> Any:
-            return host
-
-    host = FakeHost(*answers)
-    return Sensor(task_id="sensor", dataset="B1", recipe=RECIPE)
+    with capture_logs() as said:
+        Command(task_id="c", recipe=RECIPE, command=["doctor"]).execute(context())
+    assert [entry["event"] for entry in said][-2:] == ["a table", "of two lines"]
 
 
 @pytest.mark.parametrize(
-    "seen",
+    ("name", "jobs", "slots"),
     [
-        status(),
-        status(tokens=60, stop_reason="prompts exhausted"),
-        status(tokens=100, stop_reason=None),
+        ("generate", 1, 1),
+        ("extract", 1, 4),
+        ("extract", 2, 2),
+        ("extract", 4, 1),
+        ("extract", 9, 1),
+        ("evaluate", 2, 2),
+        ("train", 4, 4),
     ],
 )
-def test_enough_tokens_let_validation_begin(seen: dict[str, Any]) -> None:
-    assert sensor(TokenBudgetSensor, seen).execute(context())["tokens"] >= 60
-
-
-@pytest.mark.parametrize(
-    ("seen", "message"),
-    [
-        (NOTHING, "0 tokens stored, budget 100, minimum 50; run the generate DAG"),
-        (status(tokens=49, stop_reason="prompts exhausted"), "49 tokens stored"),
-        (status(tokens=60, stop_reason=None), "60 tokens stored, budget 100"),
-        (status(code=65), r"ended with exit 65 \(ended with 65\): 100 tokens"),
-        (status(code=None), "it left no exit record"),
-    ],
-)
-def test_too_few_tokens_and_nobody_at_work_fail_at_once(seen: dict[str, Any], message: str) -> None:
-    with pytest.raises(AirflowFailException, match=message):
-        sensor(TokenBudgetSensor, seen).execute(context())
-
-
-@pytest.mark.parametrize("kind", [TokenBudgetSensor, SchemaSensor])
-def test_a_sensor_waits_deferred_while_the_job_runs(kind: Any) -> None:
-    task = sensor(kind, status(alive=True), status())
-    with pytest.raises(TaskDeferred) as deferred:
-        task.execute(context())
-    assert isinstance(deferred.value.trigger, StatusTrigger)
-    assert task.execute_complete(context(), {})
-
-
-def test_a_valid_dataset_lets_extraction_begin() -> None:
-    assert sensor(SchemaSensor, status()).execute(context()) == {"accepted": 3}
-
-
-@pytest.mark.parametrize(
-    ("seen", "message"),
-    [
-        (NOTHING, "B1 is not validated and nothing runs: run the validate DAG"),
-        (status(verified="changed"), "raw.jsonl of B1 is changed since it was validated"),
-        (status(verified="missing"), "raw.jsonl of B1 is missing"),
-    ],
-)
-def test_what_is_not_as_validated_is_named(seen: dict[str, Any], message: str) -> None:
-    with pytest.raises(AirflowFailException, match=message):
-        sensor(SchemaSensor, seen).execute(context())
+def test_a_phase_that_loads_weights_takes_its_share_of_the_gpus(
+    name: str, jobs: int, slots: int
+) -> None:
+    tree = {**RECIPE.as_json(), "extract": {"jobs": jobs}}
+    task = phase(FakeHost(DONE), phase=name, recipe=parse_recipe(tree, "test"))
+    assert (task.pool, task.pool_slots) == ("gpu", slots)

@@ -38,7 +38,7 @@ class Pushed(dict[str, Any]):
 
 def context(params: dict[str, Any], events: dict[Asset, list[dict[str, Any]]] | None = None) -> Any:
     named = {
-        asset: [SimpleNamespace(extra=extra) for extra in extras]
+        asset: [SimpleNamespace(asset=asset, extra=extra) for extra in extras]
         for asset, extras in (events or {}).items()
     }
     return {
@@ -79,7 +79,12 @@ def test_the_form_says_which_datasets_are_mapped() -> None:
 
 
 def test_events_of_single_datasets_map_those_alone_in_recipe_order() -> None:
-    events = {Asset("drafter://tiny/generated/x"): [{"dataset": "B3"}, {"dataset": "B2"}]}
+    by_hand: dict[str, Any] = {}
+    events = {
+        Asset("drafter://tiny/generated/B3"): [{"dataset": "B3"}],
+        Asset("drafter://tiny/generated/B2"): [by_hand],
+        Asset("drafter://other/generated/B1"): [{"dataset": "B1"}],
+    }
     at = context({"datasets": NAMES, "plan_only": False}, events)
     assert plan(FakeHost(PLAN)).execute(at) == ["B2", "B3"]
 

@@ -319,6 +319,46 @@ def test_responses_of_another_tokenizer_are_refused_unless_all_starts_anew(site:
     assert site.run("restart")["changed"] is True
 
 
+def test_after_a_restart_of_other_datasets_the_recipe_can_be_restored(site: Site) -> None:
+    site.source("B2", "opencodeinstruct", questions("a"))
+    site.run()
+    made_with = plan.generation_identity(site.recipe)
+    before = site.prepared("B2").prompt_ids.read_bytes()
+    site.respond("B2", ids(site.prepared("B2").prompts))
+    layout.write_section(site.prepared("B2").manifest, "generate", {"identity": made_with})
+    PERMUTED_KIMI.save(site.target)
+    site.run("restart")
+    site.source("B3", "magicoder", [{"problem": "another input"}])
+    with pytest.raises(RecipeError, match="trigger generate with mode restart for this dataset"):
+        site.run()
+    KIMI.save(site.target)
+    site.run()
+    assert site.prepared("B2").prompt_ids.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompt_ids.jsonl"])
+def test_a_file_that_is_gone_or_cut_is_made_again(name: str, site: Site) -> None:
+    site.source("B2", "opencodeinstruct", questions(*MANY))
+    site.run()
+    path = site.prepared("B2").root / name
+    before = path.read_bytes()
+    path.unlink()
+    site.run()
+    assert path.read_bytes() == before
+    path.write_bytes(before[:99])
+    site.run()
+    assert path.read_bytes() == before
+
+
+def test_what_a_killed_prepare_left_is_removed(site: Site) -> None:
+    site.source("B2", "opencodeinstruct", questions("a"))
+    site.prepared("B2").root.mkdir(parents=True)
+    stale = site.prepared("B2").root / ".prompts.jsonl.ab12.partial"
+    stale.write_text("half")
+    site.run()
+    assert not stale.exists()
+
+
 def test_a_target_that_only_moved_is_the_same_target(site: Site) -> None:
     site.source("B2", "opencodeinstruct", questions("a"))
     site.run()
@@ -374,7 +414,7 @@ def test_whatever_a_source_holds_rows_in_are_prompts_and_reasons(
 ) -> None:
     site.source("B2", "opencodeinstruct", [])
     good = json.dumps({"input": "surely a prompt"})
-    text = "\n".join([good, *lines])
+    text = "".join(f"{line}\n" for line in [good, *lines])
     Path(site.datasets[0]["path"]).write_text(text, encoding="utf-8", newline="")
     site.run()
     counts = site.counts("B2")

@@ -20,7 +20,6 @@ from unit.host import NOISY, QUIET, STUBBORN, Host, until
 from drafter import jobs, processes
 from drafter.errors import Busy, DrafterError, RecipeError, Stopped
 from drafter.layout import write_json
-from drafter.status import read_status
 from drafter.supervisor import Clock
 
 
@@ -43,6 +42,7 @@ def say(text: str, code: int = 0) -> list[str]:
         (say("bad", 65), 65, "ended with 65"),
         (["bash", "-c", "kill -9 $$"], 137, "killed by SIGKILL (out of memory?)"),
         (["bash", "-c", "kill -11 $$"], 139, "killed by SIGSEGV"),
+        (["bash", "-c", "kill -40 $$"], 168, "killed by signal 40"),
         (["bash", "-c", "kill $$"], 1, "killed by SIGTERM"),
         (say("odd", 143), 1, "ended with 143, although nobody stopped it"),
         (["/no/such/program"], 127, "cannot run /no/such/program"),
@@ -99,6 +99,24 @@ def test_what_outlives_both_watching_processes_dies_at_the_next_look(host: Host)
     assert host.processes() == []
     assert host.start(say("again"))["outcome"] == "started"
     assert host.ended()["code"] == 0
+
+
+def test_a_look_leaves_alone_what_is_just_being_started(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.start(QUIET)
+    with monkeypatch.context() as patch:
+        # Between job.json and the spawn a job looks dead, and the look goes on to sweep.
+        patch.setattr(jobs, "live", lambda _: None)
+        with open(host.job.starting) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            host.poll()
+    assert host.poll()["alive"]
+    looks = iter([None, "the start has ended meanwhile"])
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "live", lambda _: next(looks))
+        host.poll()
+    assert host.poll()["alive"]
 
 
 def test_a_stop_ends_what_outlived_both_watching_processes(host: Host) -> None:
@@ -325,33 +343,3 @@ def test_a_job_sees_its_directory_and_leaves_no_bytecode(host: Host) -> None:
     assert host.ended()["code"] == 0
     assert host.poll()["log"].strip() == str(host.job.root)
     assert not list(host.workspace.root.rglob("__pycache__"))
-
-
-def test_status_tells_jobs_and_verifies_files(host: Host) -> None:
-    prepared = host.workspace.prepared("B1")
-    host.start(QUIET)
-    prepared.responses.write_text("{}\n")
-    record = {
-        "bytes": 3,
-        "sha256": "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356",
-    }
-    files = {"raw_responses.jsonl": record, "failed.jsonl": record}
-    section = {"inputs": {}, "counts": {"responses": 1}, "files": files, "stop_reason": "budget"}
-    write_json(prepared.manifest, {"generate": section})
-    write_json(host.workspace.hidden_states("B1").manifest, {"extract": {"counts": {"rows": 1}}})
-    status = read_status(host.workspace.root, verify=True)
-    job = status["jobs"]["generate"]["B1"]
-    assert job["alive"] and job["state"]["state"] == "running" and job["exit"] is None
-    assert job["job"]["run_id"] == "run"
-    dataset = status["datasets"]["B1"]
-    assert dataset["generate"] == {
-        "counts": {"responses": 1},
-        "files": files,
-        "stop_reason": "budget",
-    }
-    assert dataset["extract"] == {"counts": {"rows": 1}}
-    assert dataset["verified"] == {"raw_responses.jsonl": "ok", "failed.jsonl": "missing"}
-    prepared.responses.write_text("[]\n")
-    changed = read_status(host.workspace.root, verify=True, dataset="B1")["datasets"]["B1"]
-    assert changed["verified"]["raw_responses.jsonl"] == "changed"
-    assert read_status(host.workspace.root, dataset="B2") == {"jobs": {}, "datasets": {}}

@@ -13,10 +13,11 @@ from gpu_host.hooks import GpuHostHook
 from gpu_host.operators import DeployOperator, PhaseOperator
 
 START = """
-import json, sys, time
+import json, os, sys, time
 from drafter import jobs
 spec = json.load(sys.stdin)
 spec["argv"] = json.loads(sys.argv[1])
+os.environ.update(json.loads(sys.argv[3]))
 answer = jobs.start(spec["recipe"]["host"]["workspace"], spec)
 time.sleep(float(sys.argv[2]))
 print(json.dumps(answer))
@@ -27,26 +28,28 @@ print(json.dumps(answer))
 class ScriptHook(GpuHostHook):
     program = "[]"
     wait_s = "0"
+    environ = "{}"
 
     def line(self, arguments: list[str]) -> str:
         line = super().line(arguments)
         if arguments != ["start"]:
             return line
         python = shlex.split(line)[: -len(["-m", "drafter", "start"])]
-        return shlex.join([*python, "-c", START, self.program, self.wait_s])
+        return shlex.join([*python, "-c", START, self.program, self.wait_s, self.environ])
 
 
 class ScriptOperator(PhaseOperator):
-    template_fields = (*PhaseOperator.template_fields, "program", "wait_s")
+    template_fields = (*PhaseOperator.template_fields, "program", "wait_s", "environ")
 
-    def __init__(self, *, program: str, wait_s: str, **kwargs: Any) -> None:
+    def __init__(self, *, program: str, wait_s: str, environ: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.program = program
         self.wait_s = wait_s
+        self.environ = environ
 
     def hook(self) -> GpuHostHook:
         hook = ScriptHook.of(self.recipe.host, self._code)
-        hook.program, hook.wait_s = self.program, self.wait_s
+        hook.program, hook.wait_s, hook.environ = self.program, self.wait_s, self.environ
         return hook
 
 
@@ -57,7 +60,11 @@ for dataset in RECIPE.dataset_names:
         dag_id=dataset,
         schedule=None,
         start_date=datetime(2026, 1, 1, tzinfo=UTC),
-        params={"program": Param("[]", type="string"), "wait_s": Param(0, type="number")},
+        params={
+            "program": Param("[]", type="string"),
+            "wait_s": Param(0, type="number"),
+            "environ": Param("{}", type="string"),
+        },
     ):
         deploy = DeployOperator(task_id="deploy", recipe=RECIPE)
         ScriptOperator(
@@ -68,5 +75,6 @@ for dataset in RECIPE.dataset_names:
             dataset=dataset,
             program="{{ params.program }}",
             wait_s="{{ params.wait_s }}",
+            environ="{{ params.environ }}",
             retries=0,
         )
