@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafter.errors import DataError, RecipeError, Stopped
+from drafter.errors import DataError, DrafterError, RecipeError, Stopped
 from drafter.layout import ALL, Workspace, digest, read_json
 
 if TYPE_CHECKING:
@@ -166,7 +166,11 @@ def _stop(arguments: argparse.Namespace) -> int:
         _print_json({str(arguments.job): answer})
     else:
         root = _workspace(arguments).root
-        _print_json(jobs.stop_all(root, arguments.dataset, arguments.phase))
+        outcomes = jobs.stop_all(root, arguments.dataset, arguments.phase)
+        _print_json(outcomes)
+        failed = [o["reason"] for o in outcomes.values() if o["outcome"] == "failed"]
+        if failed:
+            raise DrafterError("; ".join(failed))
     return 0
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.code import is_intact
-from drafter.errors import Busy, DrafterError, RecipeError, Stopped
+from drafter.errors import Busy, DataError, DrafterError, RecipeError, Stopped
 from drafter.layout import JobDir, Workspace, read_json, write_json
 from drafter.processes import MARKER, Process, boot_id, end, is_alive, members, send
 from drafter.supervisor import ExitRecord
@@ -55,11 +55,11 @@ def start(workspace_root: Path, spec: dict[str, Any]) -> dict[str, Any]:
         if live(job) and _state(job) == "stopping":
             _wait(lambda: not live(job), STOP_WAIT_S)
         if live(job):
-            current = read_json(job.job)
+            current = _read(job.job) or _read(job.state)
             if current["what"] != spec["what"]:
                 raise Busy(
-                    f"{name} is live with other settings (run {current['run_id']}): wait for it, or"
-                    f" stop it with `drafter stop {spec['dataset']}`"
+                    f"{name} is live with other settings (run {current.get('run_id')}): wait for it,"
+                    f" or stop it with `drafter stop {spec['dataset']}`"
                 )
             return _answer("following", current)
         code_dir = workspace.code(spec["code"])
@@ -87,8 +87,7 @@ def poll(job_dir: Path, offset: int, renew: bool, max_bytes: int = 262_144) -> d
     that it ended without a record (reboot, out of memory): what is left of it is killed here.
     """
     job = JobDir(Path(job_dir))
-    spec = _read(job.job)
-    start_id = spec.get("start_id")
+    start_id = _start_id(job)
     alive = live(job) is not None
     if alive and renew:
         _renew(job)
@@ -136,7 +135,7 @@ def stop(
             write_json(job.stop, {"start_id": current, "request": request})
         for process in _watching(job):
             send(process, signal.SIGCONT)
-        grace_s = read_json(job.job)["grace_s"]
+        grace_s = _read(job.job).get("grace_s", 0.0)
         if not _wait(lambda: not live(job), min(wait_s, grace_s + _REACTION_S)):
             _kill(job, current, request)
         _wait(lambda: not any(map(is_alive, _watching(job))), 1.0)
@@ -146,10 +145,20 @@ def stop(
 def stop_all(
     workspace_root: Path, dataset: str | None = None, phase: str | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Stop every job of the workspace (of one dataset, of one phase), all at once: by directory."""
+    """Stop every job of the workspace (of one dataset, of one phase), all at once: by directory.
+
+    One that cannot be stopped has the outcome "failed" and a reason.
+    """
+
+    def outcome(path: Path) -> dict[str, Any]:
+        try:
+            return stop(path)
+        except DrafterError as error:
+            return {"outcome": "failed", "reason": str(error)}
+
     jobs = job_dirs(workspace_root, dataset, phase)
     with ThreadPoolExecutor(max_workers=len(jobs) or 1) as pool:
-        outcomes = pool.map(stop, jobs)
+        outcomes = pool.map(outcome, jobs)
         return {str(job): outcome for job, outcome in zip(jobs, outcomes, strict=True)}
 
 
@@ -167,7 +176,7 @@ def job_dirs(
 
 def live(job: JobDir) -> str | None:
     """The start id of the job that runs here now; None when none does."""
-    start_id: str | None = _read(job.job).get("start_id")
+    start_id = _start_id(job)
     if start_id is None or _own(job.exit, start_id):
         return None
     if _own(job.state, start_id) is None:
@@ -190,7 +199,7 @@ def _state(job: JobDir) -> str | None:
 
 
 def _answer(outcome: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return {"outcome": outcome, "start_id": spec["start_id"], "offset": spec["log_offset"]}
+    return {"outcome": outcome, "start_id": spec["start_id"], "offset": spec.get("log_offset", 0)}
 
 
 def _clear(job: JobDir) -> None:
@@ -203,7 +212,7 @@ def _clear(job: JobDir) -> None:
 
 def _sweep(job: JobDir) -> bool:
     """Kill what outlived both watching processes of the last start; False when nothing did."""
-    last = _read(job.job).get("start_id")
+    last = _start_id(job)
     if not last or not members(last):
         return False
     if left := end(lambda: members(last), grace_s=0):
@@ -288,9 +297,18 @@ def _lines(path: Path, offset: int, max_bytes: int, whole: bool) -> tuple[str, i
     return block.decode("utf-8", errors="replace"), offset + len(block)
 
 
+def _start_id(job: JobDir) -> str | None:
+    """Of the last start; state.json says it too, should somebody have spoilt job.json."""
+    start_id: str | None = _read(job.job).get("start_id") or _read(job.state).get("start_id")
+    return start_id
+
+
 def _read(path: Path) -> dict[str, Any]:
-    value: dict[str, Any] = read_json(path) if path.exists() else {}
-    return value
+    """A record; an unreadable one tells as little as none, and must not keep a job alive."""
+    try:
+        return read_json(path)
+    except DataError:
+        return {}
 
 
 def _own(path: Path, start_id: str | None) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from drafter.errors import DataError
 from drafter.jobs import job_dirs, live
 from drafter.layout import JobDir, Prepared, Workspace, file_record, read_json
 
@@ -50,7 +51,7 @@ def _names(workspace: Workspace) -> list[str]:
 
 
 def _job(job: JobDir) -> dict[str, Any]:
-    spec, state, end, progress = map(_read, (job.job, job.state, job.exit, job.progress))
+    spec, state, end, progress = map(_record, (job.job, job.state, job.exit, job.progress))
     start_id = spec and spec.get("start_id")
 
     def own(record: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -106,6 +107,13 @@ def _compare(path: Path, records: list[dict[str, Any]]) -> str:
     return "ok" if all(record == now for record in records) else "changed"
 
 
+def _record(path: Path) -> dict[str, Any] | None:
+    """A job's record; an unreadable one tells as little as none."""
+    try:
+        return read_json(path)
+    except DataError:
+        return None
+
+
 def _read(path: Path) -> dict[str, Any] | None:
-    value: dict[str, Any] | None = read_json(path) if path.exists() else None
-    return value
+    return read_json(path) if path.exists() else None

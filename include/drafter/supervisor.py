@@ -38,7 +38,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drafter.errors import Busy, DeadlinePassed, LeaseExpired, Stopped
+from drafter.errors import Busy, DataError, DeadlinePassed, LeaseExpired, Stopped
 from drafter.layout import JobDir, fsync_dir, read_json, write_json
 from drafter.processes import (
     Process,
@@ -231,11 +231,13 @@ class Supervisor:
                 self._status = status
 
     def _stop(self) -> dict[str, Any] | None:
-        path = self._job.stop
-        if not path.exists():
+        if not self._job.stop.exists():
             return None
-        stop: dict[str, Any] = read_json(path)
-        return stop if stop["start_id"] == self._spec["start_id"] else None
+        try:
+            stop = read_json(self._job.stop)
+        except DataError:
+            return None  # not one of ours, which appear whole
+        return stop if stop.get("start_id") == self._spec["start_id"] else None
 
     def _lease(self) -> tuple[int, bytes] | None:
         try:

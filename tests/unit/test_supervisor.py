@@ -132,6 +132,19 @@ def test_a_stop_ends_what_outlived_both_watching_processes(host: Host) -> None:
     assert host.stop() == {"outcome": "not running"}
 
 
+@pytest.mark.parametrize("text", ["garbage{", "null", "[]", ""])
+@pytest.mark.parametrize("name", ["job", "progress", "stop"])
+def test_a_spoilt_record_keeps_nothing_alive(host: Host, name: str, text: str) -> None:
+    host.start(QUIET)
+    path = getattr(host.job, name)
+    path.write_text(text)
+    assert host.poll()["alive"]
+    assert [o["outcome"] for o in jobs.stop_all(host.workspace.root).values()] == ["stopped"]
+    assert host.processes() == []
+    assert host.start(say("again"))["outcome"] == "started"
+    assert host.ended()["code"] == 0
+
+
 def test_a_suspended_job_still_stops(host: Host) -> None:
     host.start(QUIET)
     for name in ("guardian", "supervisor", "child"):
