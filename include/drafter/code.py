@@ -126,7 +126,8 @@ def main(workspace: Path, sha256: str, python: str, launcher: Path) -> None:
             write_whole(launcher, LAUNCHER.format(**quoted), 0o755)
         answer = {"outcome": outcome}
     except OSError as error:
-        answer = {"outcome": "failed", "reason": f"{error.filename}: {error.strerror}"}
+        where = f"{error.filename}: " if error.filename else ""
+        answer = {"outcome": "failed", "reason": f"{where}{error.strerror}"}
     print(json.dumps(answer))
 
 

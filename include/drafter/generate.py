@@ -1,10 +1,10 @@
 """Phase generate: let the target answer a dataset's prompts until its token budget is met.
 
 Prompts go out in prompt order, only those without a stored answer, so holes that a killed job left
-come first; those that failed, but not for good, go out once more at the end. Every answer is appended
-to ``raw_responses.jsonl`` the moment it arrives; killing the job at any moment loses what was in
-flight and nothing else. What becomes of each kind of answer is the table in drafter.engines.sglang;
-when to stop sending, drafter.budget; when to stop all, drafter.canary.
+come first; those that failed, but not for good, go out once more at the end. Every answer is
+appended to ``raw_responses.jsonl`` the moment it arrives; killing the job at any moment loses what
+was in flight and nothing else. What becomes of each kind of answer is the table in
+drafter.engines.sglang; when to stop sending, drafter.budget; when to stop all, drafter.canary.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def _refuse_to_end_early(job: Job, responses: Responses) -> None:
     kinds = Counter(responses.unsettled.values())
     reasons = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
     raise Busy(
-        f"{job.dataset}: {len(responses.unsettled)} prompts got no answer this time ({reasons}),"
-        f" {responses.num_new} new rows are stored: look at the engine and run again, a prompt that"
-        f" fails in {MAX_RUNS} runs is given up"
+        f"{job.dataset}: some prompts got no answer this time ({reasons}), {responses.num_new} new"
+        " rows are stored: look at the engine and run again, a prompt that fails in"
+        f" {MAX_RUNS} runs is given up"
     )
 
 

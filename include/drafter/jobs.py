@@ -58,8 +58,8 @@ def start(workspace_root: Path, spec: dict[str, Any]) -> dict[str, Any]:
             current = _read(job.job) or _read(job.state)
             if current["what"] != spec["what"]:
                 raise Busy(
-                    f"{name} is live with other settings (run {current.get('run_id')}): wait for it,"
-                    f" or stop it with `drafter stop {spec['dataset']}`"
+                    f"{name} is live with other settings (run {current.get('run_id')}): wait for"
+                    f" it, or stop it with `drafter stop {spec['dataset']}`"
                 )
             return _answer("following", current)
         code_dir = workspace.code(spec["code"])

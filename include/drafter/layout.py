@@ -278,14 +278,18 @@ def write_json(path: Path, value: Any) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def read_json(path: Path) -> Any:
-    """Raises DataError naming the file when it is missing or is not JSON."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises DataError naming the file when it is missing or is not a JSON object."""
+    remedy = "restore it, or move it away and rerun its phase"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{path} is missing: run the phase that writes it first") from None
     except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error}): restore it or rerun its phase") from None
+        raise DataError(f"{path} is not JSON ({error}): {remedy}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} is not a JSON object: {remedy}")
+    return value
 
 
 def read_section(manifest: Path, section: str) -> dict[str, Any] | None:

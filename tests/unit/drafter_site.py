@@ -177,7 +177,7 @@ class DrafterSite:
                 "target": "t", "revision": self.revision, "aux_layers": list(AUX_LAYERS),
                 "dtype": "float32", "norm": "before", "hidden_size": HIDDEN, **identity,
             },
-            "counts": {"rows": len(rows), "shards": len(parts)},
+            "counts": {"rows": len(rows), "shards": len(parts), "left_out": {}},
             "gates": {"argmax_share": 1.0, "response_tokens": 1000},
             "files": files,
         }  # fmt: skip

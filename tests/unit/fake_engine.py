@@ -93,6 +93,7 @@ class FakeEngine:
         self.behave = behave
         self.context = context
         self.key = key
+        self.model_path = "/models/target"
         self.requests: list[dict[str, Any]] = []
         self.most_in_flight = 0
         self._in_flight = 0
@@ -159,7 +160,7 @@ class FakeEngine:
         if self.key and headers.get("authorization") != f"bearer {self.key}":
             return Reply(401, {"error": "Unauthorized"})
         if path == "/model_info":
-            return Reply(body={"model_path": "/models/target"})
+            return Reply(body={"model_path": self.model_path})
         if path == "/server_info":
             return Reply(body={"context_length": self.context})
         request = json.loads(body)

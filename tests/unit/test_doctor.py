@@ -7,22 +7,34 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from unit.test_plan import make_recipe
 
 from drafter.doctor import Finding, examine, table
+from drafter.engines.sglang import check_engine
 from drafter.errors import Busy, DataError, RecipeError
 
+READY = {
+    "/health": {},
+    "/model_info": {"model_path": "/models/target"},
+    "/server_info": {"context_length": 4096},
+}
 
-class ModelInfo(http.server.BaseHTTPRequestHandler):
-    """Answers every request with the model it serves."""
 
-    model_path = "/models/target"
+class Engine(http.server.BaseHTTPRequestHandler):
+    """Answers as told, 404 to what it was not told about."""
+
+    answers: ClassVar[dict[str, Any]] = READY
+    key: str | None = None
 
     def do_GET(self) -> None:
-        body = json.dumps({"model_path": self.model_path}).encode()
-        self.send_response(200)
+        status = 200 if self.path in self.answers else 404
+        if self.key and self.headers["Authorization"] != f"Bearer {self.key}":
+            status = 401
+        body = json.dumps(self.answers.get(self.path)).encode()
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -33,7 +45,7 @@ class ModelInfo(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def engine() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ModelInfo) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -63,15 +75,82 @@ def test_an_engine_that_is_down_is_busy_and_named(tmp_path: Path) -> None:
     assert str(error).startswith("engine http://127.0.0.1:1 does not answer")
 
 
-def test_an_engine_that_serves_another_model_is_refused(tmp_path: Path, engine: str) -> None:
+def test_an_engine_that_serves_another_model_is_refused(
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = make_recipe(tmp_path, engine={"urls": [engine]})
-    ModelInfo.model_path = "/models/other"
-    try:
-        (error,) = errors(list(examine(recipe, "generate")))
-    finally:
-        ModelInfo.model_path = "/models/target"
+    monkeypatch.setattr(
+        Engine, "answers", {**READY, "/model_info": {"model_path": "/models/other/"}}
+    )
+    (error,) = errors(list(examine(recipe, "generate")))
     assert isinstance(error, RecipeError)
-    assert "serves /models/other" in str(error)
+    assert "serves /models/other/, the recipe's target is" in str(error)
+
+
+def test_training_needs_the_engine_too_for_it_ends_with_an_evaluation(tmp_path: Path) -> None:
+    (error,) = errors(list(examine(make_recipe(tmp_path), "train")))
+    assert isinstance(error, Busy)
+
+
+def test_a_slash_behind_the_url_is_tolerated(tmp_path: Path, engine: str) -> None:
+    recipe = make_recipe(tmp_path, engine={"urls": [engine + "/"]})
+    assert errors(list(examine(recipe, "generate"))) == []
+
+
+def test_proxies_of_the_host_are_not_for_the_engine(
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    recipe = make_recipe(tmp_path, engine={"urls": [engine]})
+    assert errors(list(examine(recipe, "generate"))) == []
+
+
+def test_a_missing_and_a_wrong_key_are_recipe_errors(
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "key", "sesame")
+    monkeypatch.delenv("SGLANG_KEY", raising=False)
+    recipe = make_recipe(tmp_path, engine={"urls": [engine], "api_key_env": "SGLANG_KEY"})
+    (error,) = errors(list(examine(recipe, "generate")))
+    assert isinstance(error, RecipeError)
+    assert "SGLANG_KEY is not set" in str(error)
+    assert "visible to non-interactive SSH sessions on the GPU host" in str(error)
+    monkeypatch.setenv("SGLANG_KEY", "wrong")
+    (error,) = errors(list(examine(recipe, "generate")))
+    assert isinstance(error, RecipeError) and "401" in str(error)
+    monkeypatch.setenv("SGLANG_KEY", "sesame")
+    assert errors(list(examine(recipe, "generate"))) == []
+
+
+@pytest.mark.parametrize(
+    ("server_info", "models", "context"),
+    [
+        ({"context_length": 100, "max_req_input_len": 7}, [], 100),
+        ({"context_length": None, "max_req_input_len": 94}, [], 100),
+        ({"context_length": None}, [{"max_model_len": 100}], 100),
+        ({"context_length": None}, [{"max_model_len": None}], None),
+        ({}, [], None),
+    ],
+)
+def test_the_context_is_found_wherever_the_engine_says_it(
+    server_info: dict[str, Any],
+    models: list[dict[str, Any]],
+    context: int | None,
+    tmp_path: Path,
+    engine: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = {**READY, "/server_info": server_info, "/v1/models": {"data": models}}
+    monkeypatch.setattr(Engine, "answers", answers)
+    recipe = make_recipe(tmp_path, engine={"urls": [engine]})
+    if context is None:
+        with pytest.raises(RecipeError, match="start the engine with --context-length"):
+            check_engine(recipe.engine, recipe.target.path)
+    else:
+        assert check_engine(recipe.engine, recipe.target.path).context == context
 
 
 def test_a_missing_source_is_named_with_its_path(tmp_path: Path, engine: str) -> None:
@@ -82,7 +161,7 @@ def test_a_missing_source_is_named_with_its_path(tmp_path: Path, engine: str) ->
     assert str(error).startswith(f"B2: no file at {tmp_path / 'B2.jsonl'}")
 
 
-def test_only_generate_needs_the_engine_and_the_sources(tmp_path: Path) -> None:
+def test_extract_needs_neither_engine_nor_sources(tmp_path: Path) -> None:
     (tmp_path / "B1.jsonl").write_text("")
     recipe = make_recipe(tmp_path)
     (tmp_path / "B1.jsonl").unlink()

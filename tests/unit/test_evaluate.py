@@ -1,6 +1,8 @@
 """The evaluation phase: the target is asked once, four drafters are compared."""
 
 import json
+import weakref
+from typing import ClassVar
 
 import orjson
 import pytest
@@ -154,3 +156,30 @@ def test_it_waits_for_training(tmp_path):
     site = DrafterSite(tmp_path)
     with pytest.raises(DataError, match="train"):
         run(site)
+
+
+class WatchedBackend(TableBackend):
+    """Remembers how many tokens of states were alive whenever more were asked for."""
+
+    alive: ClassVar[list[int]] = []
+    made: ClassVar[list[weakref.ref]] = []
+
+    def features(self, batch):
+        kept = [tensor() for tensor in self.made]
+        self.alive.append(sum(len(tensor) for tensor in kept if tensor is not None))
+        made = super().features(batch)
+        self.made.extend(weakref.ref(each.aux_TAD) for each in made)
+        return made
+
+
+def test_memory_holds_the_states_of_a_batch_and_not_of_the_dataset(trained, monkeypatch):
+    monkeypatch.setattr(trained, "evaluate", {"max_prompts": 60})
+    trained.answer_greedily("B1")
+    job, recipe = trained.job("evaluate", "B1"), trained.recipe
+    small = recipe.extract.model_copy(update={"batch_tokens": 64})
+    job = job.__class__(**{**vars(job), "recipe": recipe.model_copy(update={"extract": small})})
+    evaluate(job, FAMILY, WatchedBackend)
+    assert len(WatchedBackend.alive) >= 4
+    assert max(WatchedBackend.alive) <= 64
+    sums = read_json(trained.run.evaluation("B1"))["sums"]
+    assert len({each["generated"] for each in sums.values()}) == 1

@@ -24,6 +24,7 @@ from unit.fake_engine import (
     thoughtful,
 )
 
+from drafter import plan, workers
 from drafter.engines import sglang
 from drafter.errors import Busy, DataError, RecipeError
 from drafter.layout import read_section
@@ -32,6 +33,7 @@ from drafter.layout import read_section
 @pytest.fixture(autouse=True)
 def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang, "BACKOFF_S", 0.02)
+    monkeypatch.setattr(workers, "PAUSE_S", 0.02)
 
 
 def bad(**changes: Any) -> Any:
@@ -82,16 +84,76 @@ def test_each_fault_ends_in_its_class_after_its_number_of_sends(fault: str, tmp_
     with FakeEngine(one_bad) as engine:
         settings = {"attempts": 3, "request_timeout_s": 0.3}
         site = Site(tmp_path, num_prompts=6, urls=(engine.url,), settings=settings)
-        section = generated(site)
-        assert section["counts"]["failed"] == {kind: 1}
-        assert section["counts"]["responses"] == 5
+        final = sglang.RULES[kind].final  # type: ignore[index]
+        if final:
+            assert generated(site)["counts"]["failed"] == {kind: 1}
+        else:
+            with pytest.raises(Busy, match=rf"no answer this time \(1 {kind}\), 5 new rows"):
+                generated(site)
+            assert read_section(site.prepared.manifest, "generate") is None
+        assert len(site.responses()) == 5
         (failure,) = site.read(site.prepared.failed)
         assert failure.keys() == {"sample_id", "class", "reason"}
         assert (failure["sample_id"], failure["class"]) == (f"{DATASET}-0003", kind)
-        assert len(engine.requests) == 5 + sends
+        assert len(engine.requests) == 5 + (sends if final else 2 * sends)
+        engine.requests.clear()
+        engine.behave = sound
+        generated(site)
+        assert len(engine.requests) == (0 if final else 1)
+    assert plan.decide("generate", DATASET, site.job().workspace, site.recipe).action == "done"
+
+
+def aborts(number_of_times: int, *prompts: int) -> Any:
+    """A behaviour: the engine aborts the answers to ``prompts`` so many times each."""
+
+    def behave(request: dict[str, Any], number: int, again: int) -> Reply:
+        if request["input_ids"][-1] in prompts and again < number_of_times:
+            return Reply(body=answer(request, [TEXT], "abort"))
+        return sound(request, number, again)
+
+    return behave
+
+
+def test_what_failed_is_asked_once_more_at_the_end_of_the_run(tmp_path: Path) -> None:
+    with FakeEngine(aborts(3, 1, 3)) as engine:
+        site = Site(tmp_path, num_prompts=6, urls=(engine.url,), settings={"attempts": 3})
+        section = generated(site)
+    assert section["counts"]["failed"] == {}
+    assert site.prepared.failed.read_bytes() == b""
+    assert_complete(site, 6)
+    assert len(engine.requests) == 6 + 2 * 3
+
+
+@pytest.mark.parametrize("num_prompts", [1, 20])
+def test_prompts_that_fail_in_run_after_run_do_not_block_for_ever(
+    num_prompts: int, tmp_path: Path
+) -> None:
+    with FakeEngine(sound) as engine:
+        settings = {"attempts": 1}
+        site = Site(tmp_path, num_prompts=0, urls=(engine.url,), settings=settings)
+        prompts = [[TEXT, last] for i in range(num_prompts) for last in (i, 900 + i)]
+        site.prepare(prompts)
+        engine.behave = aborts(99, *range(900, 900 + num_prompts))
+        for new in (num_prompts, 0):
+            with pytest.raises(Busy, match=rf"\({num_prompts} abort\), {new} new rows"):
+                generated(site)
+        section = generated(site)
+        assert section["counts"]["failed"] == {"abort": num_prompts}
+        assert section["stop_reason"] == "prompts exhausted"
         engine.requests.clear()
         generated(site)
-        assert bool(engine.requests) != sglang.RULES[failure["class"]].final
+    assert not engine.requests
+    assert len(site.read(site.prepared.failed)) == sglang.MAX_RUNS * num_prompts
+
+
+def test_a_failure_does_not_matter_once_the_budget_is_met(tmp_path: Path) -> None:
+    with FakeEngine(aborts(99, 900)) as engine:
+        site = Site(tmp_path, num_prompts=0, urls=(engine.url,), settings={"attempts": 1})
+        site.prepare([[TEXT, 900], *([TEXT, i] for i in range(60))])
+        section = generated(site, token_budget=300)
+    assert section["stop_reason"] == "budget"
+    assert section["counts"]["failed"] == {"abort": 1}
+    assert len(engine.requests) == 1 + section["counts"]["responses"]
 
 
 def test_a_storm_of_faults_loses_no_row_and_sends_little_more_than_needed(tmp_path: Path) -> None:
@@ -181,7 +243,7 @@ def test_the_key_is_sent_and_a_wrong_one_is_a_recipe_error(
     with FakeEngine(key="sesame") as engine:
         site = Site(tmp_path, urls=(engine.url,), engine={"api_key_env": "FAKE_KEY"})
         monkeypatch.delenv("FAKE_KEY", raising=False)
-        with pytest.raises(RecipeError, match="FAKE_KEY is not set"):
+        with pytest.raises(RecipeError, match=r"FAKE_KEY is not set.*non-interactive SSH"):
             generated(site)
         monkeypatch.setenv("FAKE_KEY", "wrong")
         with pytest.raises(RecipeError, match="401"):

@@ -268,3 +268,55 @@ def test_damage_inside_the_file_stops_generation_with_file_and_line(tmp_path: Pa
         with pytest.raises(DataError, match=r"raw_responses\.jsonl:2 is damaged"):
             generated(site)
     assert site.prepared.responses.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("size", ["same", "other", "none"])
+def test_prompt_ids_that_are_not_as_prepare_left_them_are_refused(
+    size: str, tmp_path: Path
+) -> None:
+    site = Site(tmp_path)
+    path = site.prepared.prompt_ids
+    if size == "none":
+        path.unlink()
+    else:
+        text = path.read_text().replace("[10, 11, 0, 0, 0, 1]", "[10, 11, 0, 0, 0, 2]")
+        path.write_text(text if size == "same" else text[: len(text) // 2])
+    with pytest.raises(DataError, match=r"prompt_ids\.jsonl is not as prepare left it: delete"):
+        generated(site)
+
+
+def test_responses_beside_prompts_of_another_target_are_refused(tmp_path: Path) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,))
+        generated(site, token_budget=200)
+        site.thinking = False
+        site.prepare([[TEXT, i] for i in range(60)])
+        with pytest.raises(RecipeError, match="generate with mode restart for this dataset"):
+            generated(site)
+
+
+def test_a_restart_of_nothing_still_marks_the_run(tmp_path: Path) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,))
+        generated(site, token_budget=300, mode="restart", run_id="r")
+        before = site.prepared.responses.read_bytes()
+        generated(site, mode="restart", run_id="r")
+    assert site.prepared.responses.read_bytes().startswith(before)
+    assert not (site.prepared.archive("r") / "raw_responses.jsonl").exists()
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    site = Site(tmp_path, num_prompts=0)
+    stale = site.prepared.root / ".tokenized_data.jsonl.123.partial"
+    stale.write_text("half")
+    generated(site)
+    assert not stale.exists()
+
+
+def test_an_engine_of_another_model_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,))
+        engine.model_path = "/models/other"
+        with pytest.raises(RecipeError, match=r"serves /models/other, the recipe's target is"):
+            generated(site)
+    assert not engine.requests

@@ -10,7 +10,9 @@ import pytest
 from drafter.errors import Busy, DataError
 from drafter.layout import (
     Workspace,
+    clear_partial,
     digest,
+    drop_sections,
     file_record,
     locked,
     read_json,
@@ -30,6 +32,26 @@ def test_a_file_that_fails_half_way_leaves_the_old_one_and_no_debris(tmp_path: P
         raise OSError("disk full")
     assert read_json(path) == {"v": 1}
     assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    names = [".a.json.12.partial", ".b.json.7.partial", "a.json", ".lock", "x.partial"]
+    for name in names:
+        (tmp_path / name).touch()
+    (tmp_path / ".step-1.7.partial").mkdir()
+    clear_partial(tmp_path, "a.json")
+    assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], ".step-1.7.partial"])
+    clear_partial(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted([*names[2:], ".step-1.7.partial"])
+    clear_partial(tmp_path / "not there")
+
+
+def test_dropped_sections_leave_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    drop_sections(path, ("prepare",))
+    write_json(path, {"prepare": 1, "generate": 2, "validate": 3})
+    drop_sections(path, ("generate", "validate"))
+    assert read_json(path) == {"prepare": 1}
 
 
 def test_a_section_is_replaced_without_touching_the_others(tmp_path: Path) -> None:
@@ -69,6 +91,12 @@ def test_a_second_holder_of_a_lock_is_refused_at_once(tmp_path: Path) -> None:
         pass
     with locked(lock):
         pass
+
+
+def test_a_json_file_that_is_no_object_is_named(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(DataError, match=r"list\.json is not a JSON object: restore it, or move"):
+        read_json(tmp_path / "list.json")
 
 
 def test_a_file_record_is_its_size_and_hash(tmp_path: Path) -> None:

@@ -91,6 +91,11 @@ def validate(workspace: Workspace, recipe: Recipe, name: str) -> None:
     write_section(prepared.manifest, "validate", section)
 
 
+def extract(workspace: Workspace, name: str, **changes: Any) -> None:
+    section = {"inputs": {}, "identity": {}, "files": {}, "counts": {"left_out": {}}, "gates": {}}
+    write_json(workspace.hidden_states(name).manifest, {"extract": {**section, **changes}})
+
+
 def test_an_empty_workspace_waits_for_prepare(workspace: Workspace, recipe: Recipe) -> None:
     assert decide("prepare", "all", workspace, recipe).action == "start"
     plan = decide("generate", "B1", workspace, recipe)
@@ -199,11 +204,72 @@ def test_another_set_of_states_is_another_training_run(
     workspace: Workspace, recipe: Recipe
 ) -> None:
     for name in recipe.dataset_names:
-        write_json(workspace.hidden_states(name).manifest, {"extract": {"files": {}}})
+        extract(workspace, name)
     first = run_name(workspace, recipe)
     assert run_name(workspace, recipe) == first
-    write_json(workspace.hidden_states("B2").manifest, {"extract": {"files": {"a": 1}}})
+    extract(workspace, "B2", files={"a": 1})
     assert run_name(workspace, recipe) != first
+
+
+@pytest.mark.parametrize(
+    ("change", "another"),
+    [
+        pytest.param({"files": {"a": 1}}, True, id="other states"),
+        pytest.param({"identity": {"dtype": "float32"}}, True, id="other precision"),
+        pytest.param({"counts": {"left_out": {"long": 1}}}, True, id="more rows left out"),
+        pytest.param({"inputs": {"extract": {"min_argmax_share": 0.1}}}, False, id="a bound"),
+        pytest.param({"gates": {"argmax_share": 0.7}}, False, id="what the gates measured"),
+    ],
+)
+def test_only_what_training_sees_of_an_extraction_makes_another_run_and_another_set(
+    change: dict[str, Any], another: bool, workspace: Workspace, recipe: Recipe
+) -> None:
+    for name in recipe.dataset_names:
+        extract(workspace, name)
+    run, joint = run_name(workspace, recipe), joined("extract", workspace, recipe)["digest"]
+    extract(workspace, "B2", **change)
+    assert (run_name(workspace, recipe) != run) == another
+    assert (joined("extract", workspace, recipe)["digest"] != joint) == another
+
+
+def test_how_often_training_saves_does_not_make_another_run(
+    tmp_path: Path, workspace: Workspace, recipe: Recipe
+) -> None:
+    for name in recipe.dataset_names:
+        extract(workspace, name)
+    often = make_recipe(tmp_path, train={"checkpoint_every_steps": 7})
+    assert run_name(workspace, often) == run_name(workspace, recipe)
+    longer = make_recipe(tmp_path, train={"steps": 7})
+    assert run_name(workspace, longer) != run_name(workspace, recipe)
+
+
+@pytest.mark.parametrize("left", ["section", "failures", "half a row", "nothing"])
+def test_a_restart_is_offered_whatever_generate_left(
+    left: str, workspace: Workspace, recipe: Recipe
+) -> None:
+    prepare(workspace, recipe)
+    prepared = workspace.prepared("B1")
+    if left == "section":
+        generate(workspace, recipe, "B1")
+        prepared.responses.unlink()
+    if left == "failures":
+        prepared.failed.write_text("{}\n")
+    if left == "half a row":
+        prepared.responses.write_text('{"row')
+    plan = decide("generate", "B1", workspace, recipe, mode="restart", run_id="r")
+    assert plan.action == ("start" if left == "nothing" else "restart")
+
+
+@pytest.mark.parametrize("size", ["none", "other"])
+def test_prompt_ids_that_are_gone_or_cut_are_prepared_again(
+    size: str, workspace: Workspace, recipe: Recipe
+) -> None:
+    prepare(workspace, recipe)
+    path = workspace.prepared("B2").prompt_ids
+    path.unlink() if size == "none" else path.write_text("")
+    plan = decide("prepare", "all", workspace, recipe)
+    assert plan.action == "start"
+    assert plan.reason == "missing or of another size: B2/prompt_ids.jsonl"
 
 
 def test_planning_writes_nothing(workspace: Workspace, recipe: Recipe) -> None:

@@ -22,8 +22,8 @@ from unit.fake_engine import (
 )
 
 from drafter import plan, validate
-from drafter.errors import DataError
-from drafter.layout import file_record, read_json, read_section
+from drafter.errors import DataError, RecipeError
+from drafter.layout import file_record, read_json, read_section, write_section
 
 LENIENT = {"max_rejected_share": 1.0}
 
@@ -41,10 +41,17 @@ def row(i: int, output_ids: list[int] | None = None, **changes: Any) -> dict[str
     }
 
 
+def say_origin(site: Site) -> None:
+    """The rows were made with the recipe, says the manifest."""
+    section = {"identity": plan.generation_identity(site.recipe)}
+    write_section(site.prepared.manifest, "generate", section)
+
+
 def run(site: Site, rows: list[Any] | None = None) -> dict[str, Any]:
     """Validate; gives the section's counts."""
     if rows is not None:
         site.write(site.prepared.responses, rows)
+    say_origin(site)
     validate.validate(site.job("validate"), FAMILY)
     section = read_section(site.prepared.manifest, "validate")
     assert section is not None
@@ -58,7 +65,9 @@ def test_what_generate_stored_is_accepted_as_prompt_then_output(tmp_path: Path) 
     with FakeEngine() as engine:
         site = Site(tmp_path, urls=(engine.url,))
         generate(site.job(), FAMILY)
-    counts = run(site)
+    validate.validate(site.job("validate"), FAMILY)
+    section = read_section(site.prepared.manifest, "validate") or {}
+    counts = section["counts"]
     stored = site.responses()
     assert [
         (line["sample_id"], line["prompt_tokens"], line["input_ids"])
@@ -80,7 +89,6 @@ def test_what_generate_stored_is_accepted_as_prompt_then_output(tmp_path: Path) 
         "response_tokens": tokens,
         "by_reason": {},
     }
-    section = read_section(site.prepared.manifest, "validate") or {}
     assert section["inputs"] == plan.inputs("validate", DATASET, site.job().workspace, site.recipe)
     assert section["files"]["tokenized_data.jsonl"] == file_record(site.prepared.tokenized)
     progress = read_json(site.job("validate").dir.progress)
@@ -194,3 +202,31 @@ def test_a_torn_last_line_is_counted_and_does_not_fail_the_dataset(tmp_path: Pat
     counts = run(site)
     assert (counts["stored"], counts["accepted"]) == (21, 20)
     assert counts["by_reason"] == {"torn last line": 1}
+
+
+def test_prompts_and_responses_of_another_target_are_refused_with_the_ways_out(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path)
+    run(site, [row(i) for i in range(10)])
+    site.thinking = False
+    with pytest.raises(RecipeError, match=r"rendered for another target \(thinking differ\)"):
+        validate.validate(site.job("validate"), FAMILY)
+    site.prepare([[TEXT, TEXT + 1, *map(int, f"{i:04d}")] for i in range(60)])
+    ways_out = r"thinking was True and is now False\).*generate with mode restart for this dataset"
+    with pytest.raises(RecipeError, match=ways_out):
+        validate.validate(site.job("validate"), FAMILY)
+
+
+def test_another_sampling_does_not_matter_to_what_was_sampled_before(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    run(site, [row(i) for i in range(10)])
+    site.settings = {"temperature": 0.3}
+    validate.validate(site.job("validate"), FAMILY)
+
+
+def test_prompts_that_are_not_as_prepare_left_them_are_refused(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.prepared.prompt_ids.write_bytes(site.prepared.prompt_ids.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"prompt_ids\.jsonl is not as prepare left it"):
+        run(site, [row(i) for i in range(10)])

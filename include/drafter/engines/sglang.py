@@ -148,22 +148,25 @@ def _urls(engine: Engine) -> list[str]:
 def _context(client: httpx.Client, url: str) -> int:
     """Tokens of prompt and answer together."""
     server_info = _get_object(client, url, "/server_info")
-    if _is_count(context := server_info.get("context_length")):
-        return int(context)
+    context = _count(server_info.get("context_length"))
+    if context:
+        return context
     # Null where the engine took it from the model's config.
-    if _is_count(longest := server_info.get("max_req_input_len")):
-        return int(longest) + _KEPT_BACK
+    longest_prompt = _count(server_info.get("max_req_input_len"))
+    if longest_prompt:
+        return longest_prompt + _KEPT_BACK
     models = _get_object(client, url, "/v1/models").get("data")
     model = models[0] if isinstance(models, list) and models else None
-    if isinstance(model, dict) and _is_count(context := model.get("max_model_len")):
-        return int(context)
+    context = _count(model.get("max_model_len")) if isinstance(model, dict) else 0
+    if context:
+        return context
     raise RecipeError(
         f"{url} says nowhere how long its context is: start the engine with --context-length"
     )
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value > 0
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def _get_object(client: httpx.Client, url: str, path: str) -> dict[str, Any]:
