@@ -85,9 +85,8 @@ def decide(
     if section is None:
         return plan("start", "not done yet")
     if section["inputs"] == wanted:
-        changed_files = changed_prompts(workspace, recipe) if phase == "prepare" else []
-        if changed_files:
-            return plan("start", f"missing or of another size: {', '.join(changed_files)}")
+        if spoilt := changed_files(phase, dataset, workspace, recipe):
+            return plan("start", f"missing or changed: {', '.join(spoilt)}")
         return plan("done", "its inputs are unchanged")
     changed = sorted(k for k in wanted if section["inputs"].get(k) != wanted[k])
     return plan("start", f"changed since it was done: {', '.join(changed)}")
@@ -257,6 +256,31 @@ def count_lines(path: Path) -> int:
         return 0
     with open(path, "rb") as file:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
+def changed_files(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> list[str]:
+    """Files that a finished phase left and that are missing, or not what they were.
+
+    By size; what validate left by hash too, since a sensor that found a difference says to run
+    validate again.
+    """
+    if phase == "prepare":
+        return changed_prompts(workspace, recipe)
+    section = read_phase(phase, dataset, workspace, recipe) or {}
+    if phase in ("train", "export"):
+        root = workspace.drafter(run_name(workspace, recipe)).root
+    elif phase == "extract":
+        root = workspace.hidden_states(dataset).root
+    else:
+        root = workspace.prepared(dataset).root
+
+    def is_as_left(path: Path, record: dict[str, Any]) -> bool:
+        if not path.exists() or path.stat().st_size != record["bytes"]:
+            return False
+        return phase != "validate" or file_record(path) == record
+
+    records = section.get("files", {}).items()
+    return [name for name, record in records if not is_as_left(root / name, record)]
 
 
 def _budget(recipe: Recipe, dataset: str, override: int | None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +270,7 @@ def test_prompt_ids_that_are_gone_or_cut_are_prepared_again(
     path.unlink() if size == "none" else path.write_text("")
     plan = decide("prepare", "all", workspace, recipe)
     assert plan.action == "start"
-    assert plan.reason == "missing or of another size: B2/prompt_ids.jsonl"
+    assert plan.reason == "missing or changed: B2/prompt_ids.jsonl"
 
 
 def test_planning_writes_nothing(workspace: Workspace, recipe: Recipe) -> None:
@@ -296,3 +297,41 @@ def test_a_missing_source_and_a_missing_target_are_one_sentence_each(
     (tmp_path / "target" / "tokenizer.json").unlink()
     with pytest.raises(RecipeError, match=r"no tokenizer in .*target: correct target\.path"):
         decide("prepare", "all", workspace, recipe)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda path: path.unlink(), id="missing"),
+        pytest.param(lambda path: path.write_text("{}"), id="shorter"),
+        pytest.param(lambda path: path.write_text("[]\n"), id="one byte changed"),
+    ],
+)
+def test_what_validation_left_and_is_not_so_any_more_is_validated_again(
+    workspace: Workspace, recipe: Recipe, spoil: Callable[[Path], object]
+) -> None:
+    prepare(workspace, recipe)
+    generate(workspace, recipe, "B1")
+    validate(workspace, recipe, "B1")
+    spoil(workspace.prepared("B1").tokenized)
+    plan = decide("validate", "B1", workspace, recipe)
+    assert (plan.action, plan.reason) == ("start", "missing or changed: tokenized_data.jsonl")
+
+
+def test_a_missing_shard_is_extracted_again(workspace: Workspace, recipe: Recipe) -> None:
+    prepare(workspace, recipe)
+    generate(workspace, recipe, "B1")
+    validate(workspace, recipe, "B1")
+    hidden = workspace.hidden_states("B1")
+    hidden.root.mkdir(parents=True)
+    hidden.shard(0).write_bytes(b"states")
+    section = {
+        "inputs": inputs("extract", "B1", workspace, recipe),
+        "counts": {},
+        "files": {hidden.shard(0).name: file_record(hidden.shard(0))},
+    }
+    write_section(hidden.manifest, "extract", section)
+    assert decide("extract", "B1", workspace, recipe).action == "done"
+    hidden.shard(0).unlink()
+    plan = decide("extract", "B1", workspace, recipe)
+    assert plan.reason == "missing or changed: shard-00000.safetensors"
