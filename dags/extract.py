@@ -34,7 +34,7 @@ with DAG(
         task_id="doctor",
         recipe=RECIPE,
         code=deploy.output,
-        command=["doctor", "extract"],
+        command=["doctor", "extract", "--now", "{{ macros.time.time() }}"],
         retries=0,
     )
     plan = PlanOperator(task_id="plan", recipe=RECIPE, code=deploy.output, phase="extract")

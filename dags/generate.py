@@ -37,7 +37,7 @@ with DAG(
         task_id="doctor",
         recipe=RECIPE,
         code=deploy.output,
-        command=["doctor", "generate"],
+        command=["doctor", "generate", "--now", "{{ macros.time.time() }}"],
         retries=0,
     )
     prepare = PhaseOperator(

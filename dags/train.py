@@ -29,7 +29,11 @@ with DAG(
 ):
     deploy = DeployOperator(task_id="deploy", recipe=RECIPE)
     doctor = HostCommandOperator(
-        task_id="doctor", recipe=RECIPE, code=deploy.output, command=["doctor", "train"], retries=0
+        task_id="doctor",
+        recipe=RECIPE,
+        code=deploy.output,
+        command=["doctor", "train", "--now", "{{ macros.time.time() }}"],
+        retries=0,
     )
     plan = PlanOperator(task_id="plan", recipe=RECIPE, code=deploy.output, phase="train")
     train = PhaseOperator.partial(

@@ -18,7 +18,7 @@ from gpu_host.dag_options import (
     generated_assets,
     joined_asset,
 )
-from gpu_host.operators import DeployOperator, PhaseOperator
+from gpu_host.operators import DeployOperator, HostCommandOperator, PhaseOperator
 from gpu_host.planning import JoinOperator, PlanOperator
 from gpu_host.sensors import TokenBudgetSensor
 
@@ -36,6 +36,13 @@ with DAG(
     doc_md=__doc__,
 ):
     deploy = DeployOperator(task_id="deploy", recipe=RECIPE)
+    doctor = HostCommandOperator(
+        task_id="doctor",
+        recipe=RECIPE,
+        code=deploy.output,
+        command=["doctor", "validate", "--now", "{{ macros.time.time() }}"],
+        retries=0,
+    )
     plan = PlanOperator(task_id="plan", recipe=RECIPE, code=deploy.output, phase="validate")
 
     @task_group(group_id="dataset")
@@ -57,4 +64,5 @@ with DAG(
         phase="validate",
         asset=joined_asset(RECIPE, "validated"),
     )
+    deploy >> doctor >> plan
     check.expand(dataset=plan.output) >> join

@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = add("doctor", _doctor, "is this host ready for a phase of the recipe?")
     doctor.add_argument("phase")
+    doctor.add_argument("--now", type=float, help="Unix time where Airflow runs")
 
     serve = add("serve", _serve, "embedded engine: SGLang's /generate over a tiny model")
     serve.add_argument("--model", type=Path, required=True)
@@ -227,7 +228,7 @@ def _join(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from drafter.doctor import examine, table
 
-    findings = list(examine(_recipe(_workspace(arguments)), arguments.phase))
+    findings = list(examine(_recipe(_workspace(arguments)), arguments.phase, arguments.now))
     print(table(findings), flush=True)
     for finding in findings:
         if finding.error:

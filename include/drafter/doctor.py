@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from drafter import machine
 from drafter.errors import Busy, DataError, RecipeError
 from drafter.plan import tokenizer_sha256
 from drafter.recipe import Recipe
 
 NEEDED = ("httpx", "orjson", "pandas", "pydantic", "safetensors", "torch", "transformers")
+
+SHOWN = ("torch", "transformers", "safetensors")
 
 ENGINE_PHASES = ("generate", "train")
 """The training that ``train`` begins ends with an evaluation, for which the engine answers."""
@@ -27,10 +32,29 @@ class Finding:
     error: RecipeError | DataError | Busy | None = None
 
 
-def examine(recipe: Recipe, phase: str) -> Iterator[Finding]:
-    """Look at everything that ``phase`` needs. Yields one finding per thing, in table order."""
+MIN_FREE_GB = 1.0
+"""Below it the next shard or checkpoint may not fit; extraction forecasts its own need."""
+
+MAX_CLOCK_OFF_S = 300.0
+"""Jobs do not care (they count their own seconds), but logs and retries could not be read."""
+
+SPARE_FILES = 64
+"""Besides one per request in flight: libraries, logs, the rows themselves."""
+
+
+def examine(recipe: Recipe, phase: str, now: float | None = None) -> Iterator[Finding]:
+    """Look at everything that ``phase`` needs. Yields one finding per thing, in table order.
+
+    ``now`` is the asker's time (Unix seconds), to compare the host's clock with.
+    """
     python = _python()
     yield python
+    yield _kernel()
+    yield Finding("memory", f"{machine.available_gb():.0f} GB available")
+    yield Finding("GPUs", "; ".join(machine.gpus()) or "none")
+    yield _clock(time.time(), now)
+    if phase == "generate":
+        yield _open_files(recipe.engine.in_flight, machine.open_files())
     yield _workspace(Path(recipe.host.workspace))
     yield _target(recipe)
     if phase == "generate":
@@ -52,12 +76,40 @@ def _python() -> Finding:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     found = f"{sys.version.split()[0]} at {sys.executable}"
     if not missing:
-        return Finding("python", found)
+        versions = (f"{name} {importlib.metadata.version(name)}" for name in SHOWN)
+        return Finding("python", f"{found}, {', '.join(versions)}")
     error = RecipeError(
         f"{sys.executable} lacks {', '.join(missing)}: install include/requirements.txt there or"
         " correct host.python"
     )
     return Finding("python", found, error)
+
+
+def _kernel() -> Finding:
+    if machine.has_pidfd():
+        return Finding("kernel", machine.kernel())
+    error = RecipeError(f"{machine.kernel()} has no pidfd: jobs need Linux 5.3 or newer")
+    return Finding("kernel", machine.kernel(), error)
+
+
+def _clock(here: float, now: float | None) -> Finding:
+    if now is None or abs(here - now) <= MAX_CLOCK_OFF_S:
+        return Finding("clock", machine.utc())
+    error = RecipeError(
+        f"the host's clock is {here - now:+,.0f} s off Airflow's: set one of them right (NTP)"
+    )
+    return Finding("clock", machine.utc(), error)
+
+
+def _open_files(in_flight: int, limit: int) -> Finding:
+    needed = in_flight + SPARE_FILES
+    if limit >= needed:
+        return Finding("open files", f"{limit:,}")
+    error = RecipeError(
+        f"the SSH user may open {limit} files, {in_flight} requests in flight need {needed}: raise"
+        " nofile in limits.conf on the host, or lower engine.in_flight"
+    )
+    return Finding("open files", f"{limit:,}", error)
 
 
 def _workspace(root: Path) -> Finding:
@@ -71,6 +123,9 @@ def _workspace(root: Path) -> Finding:
             " rights of the SSH user"
         )
         return Finding("workspace", str(root), refused)
+    if free_gb < MIN_FREE_GB:
+        full = RecipeError(f"workspace {root} has {free_gb:.2f} GB free: needs {MIN_FREE_GB:.0f}")
+        return Finding("workspace", f"{root} ({free_gb:.2f} GB free)", full)
     return Finding("workspace", f"{root} ({free_gb:.0f} GB free)")
 
 

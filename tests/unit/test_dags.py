@@ -86,6 +86,7 @@ def test_every_dag_is_documented_owned_tagged_and_runs_once_at_a_time(parsed: An
 def test_datasets_are_mapped_tasks_behind_their_sensors(parsed: Any) -> None:
     tasks = {dag_id: set(dag["tasks"]) for dag_id, dag in parsed["dags"].items()}
     assert {"deploy", "doctor", "prepare", "plan", "generate"} == tasks["generate"]
+    assert all({"deploy", "doctor", "plan"} <= names for names in tasks.values())
     assert {"dataset.token_budget", "dataset.validate", "join"} <= tasks["validate"]
     assert {"dataset.schema", "dataset.extract", "join"} <= tasks["extract"]
     assert {"plan", "train", "datasets", "evaluate", "export"} <= tasks["train"]

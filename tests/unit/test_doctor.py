@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import http.server
 import json
+import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from unit.test_plan import make_recipe
 
+from drafter import machine
 from drafter.doctor import Finding, examine, table
 from drafter.engines.sglang import check_engine
 from drafter.errors import Busy, DataError, RecipeError
@@ -61,6 +65,11 @@ def test_a_ready_host_has_no_fault(tmp_path: Path, engine: str) -> None:
     assert errors(findings) == []
     assert [finding.what for finding in findings] == [
         "python",
+        "kernel",
+        "memory",
+        "GPUs",
+        "clock",
+        "open files",
         "workspace",
         "target",
         "B1",
@@ -172,6 +181,51 @@ def test_a_workspace_below_a_file_is_not_writable(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, host={"workspace": "/proc/nowhere"})
     (error,) = errors(list(examine(recipe, "extract")))
     assert "correct host.workspace" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("off_s", "sentence"),
+    [
+        (0, None),
+        (-200, None),
+        (-4000, "the host's clock is +4,000 s off Airflow's"),
+        (4000, "the host's clock is -4,000 s off Airflow's"),
+    ],
+)
+def test_a_clock_that_is_far_off_is_said(
+    tmp_path: Path, off_s: float, sentence: str | None
+) -> None:
+    found = errors(list(examine(make_recipe(tmp_path), "extract", time.time() + off_s)))
+    assert [sentence in str(error) for error in found if sentence] == [True] * bool(sentence)
+    assert len(found) == bool(sentence)
+
+
+def test_too_few_open_files_for_the_requests_in_flight_are_said(
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "open_files", lambda: 200)
+    recipe = make_recipe(tmp_path, engine={"urls": [engine], "in_flight": 150})
+    (error,) = errors(list(examine(recipe, "generate")))
+    assert "may open 200 files, 150 requests in flight need 214" in str(error)
+
+
+def test_a_full_workspace_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5e8))
+    (error,) = errors(list(examine(make_recipe(tmp_path), "extract")))
+    assert str(error).endswith("has 0.50 GB free: needs 1")
+
+
+def test_an_old_kernel_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "has_pidfd", lambda: False)
+    (error,) = errors(list(examine(make_recipe(tmp_path), "extract")))
+    assert "jobs need Linux 5.3 or newer" in str(error)
+
+
+def test_the_machine_is_described_whatever_it_has() -> None:
+    assert machine.has_pidfd()
+    assert machine.available_gb() > 0
+    assert machine.open_files() > 0
+    assert all(isinstance(line, str) for line in machine.gpus())
 
 
 def test_the_table_marks_what_failed() -> None:
