@@ -11,8 +11,9 @@ from __future__ import annotations
 from airflow.sdk import DAG, task_group
 
 from drafter.recipe import deployed_recipe
+from gpu_host.commands import DeployOperator, HostCommandOperator
 from gpu_host.dag_options import DEFAULTS, START, dataset_params, joined_asset
-from gpu_host.operators import DeployOperator, HostCommandOperator, PhaseOperator
+from gpu_host.operators import PhaseOperator
 from gpu_host.planning import JoinOperator, PlanOperator
 from gpu_host.sensors import SchemaSensor
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 from airflow.sdk import DAG
 
 from drafter.recipe import deployed_recipe
+from gpu_host.commands import DeployOperator, HostCommandOperator
 from gpu_host.dag_options import DEFAULTS, START, generate_params, generated_asset
-from gpu_host.operators import DeployOperator, HostCommandOperator, PhaseOperator
+from gpu_host.operators import PhaseOperator
 from gpu_host.planning import PlanOperator
 
 RECIPE = deployed_recipe()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from airflow.sdk import DAG, AssetAny, task_group
 
 from drafter.recipe import deployed_recipe
+from gpu_host.commands import DeployOperator, HostCommandOperator
 from gpu_host.dag_options import (
     DEFAULTS,
     START,
@@ -18,7 +19,7 @@ from gpu_host.dag_options import (
     generated_assets,
     joined_asset,
 )
-from gpu_host.operators import DeployOperator, HostCommandOperator, PhaseOperator
+from gpu_host.operators import PhaseOperator
 from gpu_host.planning import JoinOperator, PlanOperator
 from gpu_host.sensors import TokenBudgetSensor
 

@@ -11,9 +11,10 @@ from airflow.sdk.exceptions import AirflowSkipException
 from drafter.layout import ALL
 from drafter.plan import OVER_ALL
 from drafter.recipe import Recipe
+from gpu_host.commands import output_of
 from gpu_host.dag_options import generated_asset
 from gpu_host.hooks import GpuHostHook
-from gpu_host.operators import last_digest, output_of
+from gpu_host.operators import last_digest
 
 PLAN_TIMEOUT_S = 600
 """The plan may hash files: about a second per GB."""

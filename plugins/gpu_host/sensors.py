@@ -16,8 +16,8 @@ from airflow.sdk.exceptions import AirflowException
 from drafter.errors import DataError
 from drafter.layout import Workspace
 from drafter.recipe import Recipe
+from gpu_host.commands import failure, output_of
 from gpu_host.hooks import GpuHostHook
-from gpu_host.operators import failure, output_of
 from gpu_host.triggers import StatusTrigger, is_alive, stored_tokens
 
 VERIFY_TIMEOUT_S = 3600

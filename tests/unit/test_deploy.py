@@ -20,10 +20,11 @@ from drafter import code
 from drafter.code import code_hash
 from drafter.errors import DrafterError, RecipeError
 from drafter.recipe import Recipe, parse_recipe
+from gpu_host.commands import DeployOperator
 from gpu_host.dag_options import DEFAULTS
 from gpu_host.deploy import PACKAGE, archive, deploy
 from gpu_host.hooks import GpuHostHook
-from gpu_host.operators import DeployOperator, PhaseOperator, what
+from gpu_host.operators import PhaseOperator, what
 from gpu_host.sensors import SchemaSensor, TokenBudgetSensor
 
 

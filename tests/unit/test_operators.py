@@ -13,8 +13,9 @@ from structlog.testing import capture_logs
 from unit.fake_host import FakeHost, refused
 
 from drafter.recipe import Recipe, parse_recipe
+from gpu_host.commands import HostCommandOperator
 from gpu_host.hooks import Unreachable
-from gpu_host.operators import HostCommandOperator, PhaseOperator
+from gpu_host.operators import PhaseOperator
 from gpu_host.triggers import JobTrigger
 
 END = {"start_id": "s1", "code": 0, "reason": "", "ended": 1.0, "request": None}

@@ -9,8 +9,9 @@ from typing import Any
 from airflow.sdk import DAG, Param
 
 from drafter.recipe import deployed_recipe
+from gpu_host.commands import DeployOperator
 from gpu_host.hooks import GpuHostHook
-from gpu_host.operators import DeployOperator, PhaseOperator
+from gpu_host.operators import PhaseOperator
 
 START = """
 import json, os, sys, time
