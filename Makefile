@@ -2,10 +2,13 @@
 # make up     the same stack, left running at http://localhost:8080      make down   stops it
 # make test   everything but the long forms
 # make lint   ruff and mypy
+# make kill-matrix   every way to end a job, on every kind of job, as a table
+# make bench         what Airflow adds to a job, a line of JSON each; BENCH=NAME for one
 
 PYTHON ?= python3.11
 PORT ?= 8080
 DEMO = PYTHONPATH=include .venv/bin/python -m demo
+TESTS = @PYTHONPATH=include:plugins:tests .venv/bin/python
 
 .PHONY: setup demo up down test lint clean
 
@@ -45,6 +48,13 @@ down:
 
 test: setup lint
 	.venv/bin/python -m pytest
+
+.PHONY: kill-matrix bench
+kill-matrix: setup
+	$(TESTS) -m integration.kill_matrix
+
+bench: setup
+	$(TESTS) -m bench $(BENCH)
 
 lint: .venv/.ready
 	.venv/bin/ruff format --check .

@@ -120,7 +120,7 @@ class Watcher(threading.Thread):
         time.sleep(2 * LOOK_S)
         left = len(self.look().get(dataset, {}).get(start_id, []))
         with self._lock:
-            seconds = max(0.0, self._last[dataset, start_id] - acted)
+            seconds = max(0.0, self._last.get((dataset, start_id), acted) - acted)
         return Row(act, dataset, seconds, left, self.copies(dataset))
 
 
@@ -214,11 +214,34 @@ class Matrix:
             self.add(Row(act, dataset, row.seconds, row.survivors, row.copies, fault))
 
     def drafter_stop(self, dataset: str) -> None:
+        assert self.stop(dataset) == "stopped"
+
+    def stop(self, dataset: str) -> str:
+        """What `drafter stop` says has come of the dataset's one job."""
         done = subprocess.run(
             [str(self.workspace.launcher), "stop", dataset], capture_output=True, check=True
         )
-        answers = json.loads(done.stdout)
-        assert [answer["outcome"] for answer in answers.values()] == ["stopped"], answers
+        (answer,) = json.loads(done.stdout).values()
+        return str(answer["outcome"])
+
+    def stop_early_twice_late(self) -> None:
+        """In the job's first moments, once more, and after its task's end: nothing else ends."""
+        (beside,) = self.begin("deferred", {"stubborn": STUBBORN}).items()
+        for dataset in ("quiet", "noisy"):
+            run = self.api.start(dataset, VARIANTS[dataset])
+            wait(lambda d=dataset: self.watcher.live(d), f"{dataset} live", look_s=0.02)
+            self.watcher.fresh(dataset)
+            start_id, acted = self.watcher.live(dataset) or "", time.monotonic()
+            said = [self.stop(dataset), self.stop(dataset)]
+            row = self.watcher.row("drafter stop at once, twice, late", dataset, start_id, acted)
+            ended = settled(self.api, dataset, run)
+            said.append(self.stop(dataset))
+            code = read_json(self.workspace.job("generate", dataset).exit)["code"]
+            fault = "" if (ended, code) == ("failed", 143) else f"the task is {ended}, exit {code}"
+            fault = fault or ("" if said == ["stopped", *["not running"] * 2] else f"said {said}")
+            fault = fault or ("" if self.watcher.live("stubborn") == beside[1][1] else "hit others")
+            self.add(Row(row.act, dataset, row.seconds, row.survivors, row.copies, fault))
+        self.quiet(dict([beside]))
 
     def kill(self, who: str) -> Callable[[str], None]:
         def do(dataset: str) -> None:
@@ -278,7 +301,8 @@ class Matrix:
         """An hour that did not pass is no reason to end a job."""
         act = "the job's clock jumps an hour"
         if shutil.which("faketime") is None:
-            print(f"| {act:34} | ticks    | not run: faketime is not installed | | | |", flush=True)
+            why = "not run: faketime is not installed"
+            print(f"| {act:34} | ticks    |         |           |        | {why} |", flush=True)
             return
         offset = self.stack.home / "clock"
         offset.write_text("+0\n")
@@ -296,6 +320,7 @@ class Matrix:
             for act in ACTS:
                 self.users_act(act, state)
         self.hosts_act("drafter stop", self.drafter_stop)
+        self.stop_early_twice_late()
         self.hosts_act("supervisor -9", self.kill("supervisor"))
         self.hosts_act("guardian -9", self.kill("guardian"))
         self.part_restarts("triggerer")

@@ -79,12 +79,14 @@ def airflow(
                 os.killpg(pid, signal.SIGKILL)
 
 
-def wait(condition: Callable[[], object], what: str, within_s: float = SETTLE_S) -> None:
+def wait(
+    condition: Callable[[], object], what: str, within_s: float = SETTLE_S, look_s: float = LOOK_S
+) -> None:
     give_up = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > give_up:
             raise TimeoutError(f"not within {within_s:g} s: {what}")
-        time.sleep(LOOK_S)
+        time.sleep(look_s)
 
 
 def settled(api: Clicks, dataset: str, run: str, within_s: float = SETTLE_S) -> str:
