@@ -184,7 +184,7 @@ class Matrix:
             self.quiet(begun)
 
     def _restarted(self, row: Row, run: str) -> Row:
-        """After a clear the new try works on, alone."""
+        """After a clear or a failure the new try works on, alone."""
         dataset = row.variant
         wait(lambda: self.watcher.live(dataset), f"{dataset} live again")
         wait(lambda: self.api.job(dataset, run)["state"] in ("deferred", "running"), "the new try")
@@ -193,6 +193,11 @@ class Matrix:
         copies = self.watcher.copies(dataset)
         return Row(row.act, dataset, row.seconds, row.survivors, copies, fault)
 
+    def _ended(self, act: str, dataset: str, variant: str, fault: str) -> Row:
+        """A job that ran to its own end: what is left of it, and copies seen meanwhile."""
+        survivors = sum(len(kinds) for kinds in self.watcher.look().get(dataset, {}).values())
+        return Row(act, variant, None, survivors, self.watcher.copies(dataset), fault)
+
     def quiet(self, begun: dict[str, tuple[str, str]]) -> None:
         """End what still runs of these."""
         for dataset, (run, _) in begun.items():
@@ -200,8 +205,8 @@ class Matrix:
         for dataset in begun:
             wait(lambda d=dataset: not self.watcher.look().get(d), f"{dataset} quiet")
 
-    def hosts_act(self, act: str, do: Callable[[str], None], state: str = "failed") -> None:
-        """An act on the host; the task then ends in ``state``, and a retry could resume."""
+    def hosts_act(self, act: str, do: Callable[[str], None], resumes: bool) -> None:
+        """An act on the host: the task fails for good, or its retry starts the job again."""
         begun = self.begin("deferred", VARIANTS)
         acted = {}
         for dataset in begun:
@@ -209,9 +214,14 @@ class Matrix:
             do(dataset)
         for dataset, (run, start_id) in begun.items():
             row = self.watcher.row(act, dataset, start_id, acted[dataset])
+            if resumes:
+                self.add(self._restarted(row, run))
+                continue
             ended = settled(self.api, dataset, run)
-            fault = "" if ended == state else f"the task is {ended}"
+            fault = "" if ended == "failed" else f"the task is {ended}"
             self.add(Row(act, dataset, row.seconds, row.survivors, row.copies, fault))
+        if resumes:
+            self.quiet(begun)
 
     def drafter_stop(self, dataset: str) -> None:
         assert self.stop(dataset) == "stopped"
@@ -264,7 +274,7 @@ class Matrix:
         fault = "" if ended == "success" else f"the task is {ended}"
         fault = fault or (f"ticks {missing} are not in the log" if missing else "")
         fault = fault or ("" if last == start_id else "it was started twice")
-        self.add(Row(f"{part} -9, restarted", "ticks", None, 0, 1, fault))
+        self.add(self._ended(f"{part} -9, restarted", "quiet", "ticks", fault))
 
     def triggerer_stays_away(self, act: bool) -> None:
         """Nobody renews the lease: dead within it, whether or not a user acted meanwhile."""
@@ -277,11 +287,15 @@ class Matrix:
         acted = time.monotonic() + lease_s
         time.sleep(lease_s - 5)
         name = "triggerer away" + (", marked failed" if act else "")
-        for dataset, (_, start_id) in begun.items():
-            self.add(self.watcher.row(name, dataset, start_id, acted))
+        rows = [
+            self.watcher.row(name, dataset, start_id, acted)
+            for dataset, (_, start_id) in begun.items()
+        ]
         launch(self.stack, "triggerer", [sys.executable, "-m", "airflow", "triggerer"])
-        for dataset, (run, _) in begun.items():
-            settled(self.api, dataset, run, 180)
+        for row, (run, _) in zip(rows, begun.values(), strict=True):
+            self.add(row if act else self._restarted(row, run))
+        if not act:
+            self.quiet(begun)
 
     def flood(self) -> None:
         begun = self.begin("deferred", {"noisy": FLOOD})
@@ -295,7 +309,7 @@ class Matrix:
         fault = fault or ("" if complete else "lines are missing on the host")
         fault = fault or ("" if any(f"read {log}" in line for line in lines) else "no hint")
         fault = fault or ("" if "1199999" in lines else "the last line is not shown")
-        self.add(Row("200,000 lines in the last second", "flood", None, 0, 1, fault))
+        self.add(self._ended("200,000 lines in the last second", "noisy", "flood", fault))
 
     def clock_jumps(self) -> None:
         """An hour that did not pass is no reason to end a job."""
@@ -313,16 +327,16 @@ class Matrix:
         stamp = read_json(self.workspace.job("generate", "quiet").exit)["ended"]
         fault = "" if ended == "success" else f"the task is {ended}"
         fault = fault or ("" if stamp > time.time() + 3000 else "the clock did not jump")
-        self.add(Row(act, "ticks", None, 0, 1, fault))
+        self.add(self._ended(act, "quiet", "ticks", fault))
 
     def everything(self) -> None:
         for state in ("deferred", "running"):
             for act in ACTS:
                 self.users_act(act, state)
-        self.hosts_act("drafter stop", self.drafter_stop)
+        self.hosts_act("drafter stop", self.drafter_stop, resumes=False)
         self.stop_early_twice_late()
-        self.hosts_act("supervisor -9", self.kill("supervisor"))
-        self.hosts_act("guardian -9", self.kill("guardian"))
+        self.hosts_act("supervisor -9", self.kill("supervisor"), resumes=True)
+        self.hosts_act("guardian -9", self.kill("guardian"), resumes=True)
         self.part_restarts("triggerer")
         self.part_restarts("scheduler")
         self.triggerer_stays_away(act=False)

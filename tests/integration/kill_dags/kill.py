@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from airflow.sdk import DAG, Param
@@ -77,5 +77,6 @@ for dataset in RECIPE.dataset_names:
             program="{{ params.program }}",
             wait_s="{{ params.wait_s }}",
             environ="{{ params.environ }}",
-            retries=0,
+            retries=1,
+            retry_delay=timedelta(seconds=2),
         )
