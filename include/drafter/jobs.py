@@ -68,9 +68,12 @@ def start(workspace_root: Path, spec: dict[str, Any]) -> dict[str, Any]:
                 f"{code_dir} is not the code it is named after: remove it, the next deployment"
                 " brings it back"
             )
-        _clear(job)
+        _sweep(job)
         spec = {**spec, "start_id": uuid.uuid4().hex, "log_offset": _size(job.log)}
+        # Before the last start's records go: on a full disk this fails, and they are still there.
         write_json(job.job, spec)
+        for path in (job.exit, job.state, job.progress, job.stop, job.stopped):
+            path.unlink(missing_ok=True)
         _renew(job)
         _spawn(job, spec["start_id"], code_dir)
         record = _read(job.exit)
@@ -200,14 +203,6 @@ def _state(job: JobDir) -> str | None:
 
 def _answer(outcome: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"outcome": outcome, "start_id": spec["start_id"], "offset": spec.get("log_offset", 0)}
-
-
-def _clear(job: JobDir) -> None:
-    """Take away what the last start left: records, and processes that outlived both watchers."""
-    _sweep(job)
-    names = (job.exit, job.state, job.progress, job.stop, job.stopped)
-    for path in names:
-        path.unlink(missing_ok=True)
 
 
 def _sweep(job: JobDir) -> bool:

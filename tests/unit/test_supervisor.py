@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -93,7 +94,8 @@ def test_what_outlives_both_watching_processes_dies_at_the_next_look(host: Host)
     os.kill(guardian, signal.SIGSTOP)
     os.kill(host.pids("supervisor"), signal.SIGKILL)
     os.kill(guardian, signal.SIGKILL)
-    until(lambda: len(host.processes()) == 2)
+    # A process that is ending has no command line any more, but is not dead yet.
+    until(lambda: len(host.processes()) == 2 and jobs.live(host.job) is None)
     look = host.poll()
     assert (look["alive"], look["exit"]) == (False, None)
     assert host.processes() == []
@@ -126,7 +128,8 @@ def test_a_stop_ends_what_outlived_both_watching_processes(host: Host) -> None:
     os.kill(guardian, signal.SIGSTOP)
     os.kill(host.pids("supervisor"), signal.SIGKILL)
     os.kill(guardian, signal.SIGKILL)
-    until(lambda: len(host.processes()) == 2)
+    # A process that is ending has no command line any more, but is not dead yet.
+    until(lambda: len(host.processes()) == 2 and jobs.live(host.job) is None)
     assert host.stop() == {"outcome": "stopped"}
     assert host.processes() == []
     assert host.stop() == {"outcome": "not running"}
@@ -193,6 +196,21 @@ def test_a_clock_that_jumps_counts_as_a_second_at_most(monkeypatch: pytest.Monke
     monkeypatch.setattr(time, "monotonic", lambda: next(readings))
     clock = Clock()
     assert [round(clock.tick(), 6) for _ in range(4)] == [0.1, 1.1, 1.1, 1.6]
+
+
+def test_a_start_that_cannot_write_leaves_the_last_record(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.start(say("once"))
+    record = host.ended()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "job.json")
+
+    monkeypatch.setattr(jobs, "write_json", full)
+    with pytest.raises(DrafterError, match="free space on the host"):
+        host.start(say("again"))
+    assert host.poll()["exit"] == record
 
 
 def test_two_starts_at_once_give_one_copy(host: Host) -> None:
