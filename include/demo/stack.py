@@ -181,13 +181,20 @@ def _stop_jobs(stack: Stack) -> None:
 
 
 def stragglers(stack: Stack) -> list[int]:
-    """Processes that carry this stack's mark, this one excepted."""
+    """Processes that carry this stack's mark or are of a session it began, this one excepted.
+
+    Airflow's workers write their title over their environment, and outlive a scheduler that was
+    killed; a session's number is not given away while one of its processes lives.
+    """
     mark = f"DEMO_STACK={stack.home}".encode()
+    recorded = read_json(stack.record)["processes"] if stack.record.exists() else {}
+    sessions = {pid for pid, began in recorded.values() if start_time(pid) in (0, began)}
     found = []
     for proc in Path("/proc").iterdir():
         if proc.name.isdigit() and int(proc.name) != os.getpid():
             with contextlib.suppress(OSError):
-                if mark in (proc / "environ").read_bytes().split(b"\0"):
+                marked = mark in (proc / "environ").read_bytes().split(b"\0")
+                if marked or int(_stat(int(proc.name))[3]) in sessions:
                     found.append(int(proc.name))
     return found
 
@@ -195,11 +202,15 @@ def stragglers(stack: Stack) -> list[int]:
 def start_time(pid: int) -> int:
     """Clock ticks from boot to the start of ``pid``; 0 when there is no such process."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        state, *fields = _stat(pid)
     except OSError:
         return 0
-    state, *fields = stat.rpartition(")")[2].split()
     return 0 if state == "Z" else int(fields[18])
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/<pid>/stat from the third on: state, parent, group, session, ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def require_free(port: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -44,18 +45,35 @@ def finished(process: subprocess.Popen[str], timeout_s: float = 420) -> tuple[in
 
 
 def left_behind(home: Path) -> list[str]:
-    """Command lines of processes that mention ``home``, in arguments or environment."""
+    """Command lines of processes that mention ``home``, in arguments or environment, and of
+    Airflow's workers that were not there before: they overwrite both."""
     found = []
     for proc in Path("/proc").iterdir():
         if not proc.name.isdigit() or int(proc.name) == os.getpid():
             continue
         try:
             command = (proc / "cmdline").read_bytes()
-            if str(home).encode() in command + (proc / "environ").read_bytes():
-                found.append(command.replace(b"\0", b" ").decode())
+            environ = (proc / "environ").read_bytes()
         except OSError:
             continue
+        worker = int(proc.name) in airflow_workers() - WORKERS_BEFORE
+        if str(home).encode() in command + environ or worker:
+            found.append(command.replace(b"\0", b" ").decode())
     return found
+
+
+def airflow_workers() -> set[int]:
+    """Of any Airflow that was started in this checkout."""
+    workers = set()
+    for proc in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if proc.name.isdigit() and (proc / "cwd").readlink() == Path.cwd():
+                command = (proc / "cmdline").read_bytes()
+                workers |= {int(proc.name)} if command.startswith(b"airflow worker") else set()
+    return workers
+
+
+WORKERS_BEFORE = airflow_workers()
 
 
 def generate_requests(home: Path) -> int:
