@@ -17,7 +17,6 @@ import pytest
 import torch
 from unit.random_targets import (
     AUX_LAYERS,
-    LAYERS,
     greedy_rows,
     one_thread,
     save_target,
@@ -26,13 +25,12 @@ from unit.random_targets import (
 )
 
 from drafter.engines.transformers import TransformersBackend
-from drafter.errors import DataError, RecipeError
-from drafter.extract import choose_aux_layers, extract, run
+from drafter.errors import DataError
+from drafter.extract import extract, run
 from drafter.job import Job
 from drafter.layout import HiddenStates, read_json, read_section
 from drafter.plan import decide
 from drafter.shard_maker import OpenBackend
-from drafter.shard_plan import Footprint, check_room, plan_batches, plan_shards
 from drafter.shards import Features, read_rows, read_shard, shard_paths
 from drafter.target_head import load_head
 
@@ -63,109 +61,6 @@ def digests(hidden: HiddenStates) -> dict[str, str]:
 
 def no_engine(*_: Any) -> Any:
     raise AssertionError("an engine was opened for nothing")
-
-
-# The backend.
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "llava", "qwen2.5-vl", "deepseek-v3"])
-def test_every_layer_of_a_padded_batch_equals_a_plain_forward(tmp_path: Path, kind: str) -> None:
-    with one_thread():
-        model = save_target(tmp_path, kind)
-        layers = tuple(range(LAYERS))
-        backend = TransformersBackend(tmp_path, torch.float32, layers)
-        head = backend.head()
-        batch = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [35, 8], [9, 7, 9, 3, 2]]
-        for ids, got in zip(batch, backend.features(batch), strict=True):
-            plain = model(input_ids=torch.tensor([ids]), output_hidden_states=True)
-            want = [states[0] for states in plain.hidden_states]
-            for k in layers:
-                torch.testing.assert_close(got.aux_TAD[:, k], want[k], rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(head.normed(got.final_TD), want[-1], rtol=1e-4, atol=1e-4)
-            for logits in (head.logits(got.final_TD), backend.logits_rows(got.final_TD)):
-                torch.testing.assert_close(logits, plain.logits[0], rtol=1e-4, atol=1e-3)
-
-
-def test_a_checkpoint_that_lacks_a_weight_is_refused_before_it_is_random(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    save_target(tmp_path, "llama")
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.3.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RecipeError, match=r"lacks 1 weights, first model\.layers\.3\.mlp\.up_proj"):
-        TransformersBackend(tmp_path, torch.float32, AUX_LAYERS)
-
-
-def test_a_directory_without_a_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
-    with pytest.raises(RecipeError, match=r"correct target\.path"):
-        TransformersBackend(tmp_path, torch.float32, AUX_LAYERS)
-    with pytest.raises(RecipeError, match="rms_norm_eps"):
-        load_head(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "chosen", "layers"),
-    [
-        (61, None, (2, 30, 58)),
-        (7, None, (2, 3, 4)),
-        (4, None, None),
-        (6, None, None),
-        (4, (0, 1, 3), (0, 1, 3)),
-        (4, (1, 2, 4), None),
-        (4, (1, 1, 2), None),
-        (4, (-1, 1, 2), None),
-    ],
-)
-def test_auxiliary_layers_are_three_of_the_target_or_asked_for(
-    num_layers: int, chosen: Sequence[int] | None, layers: tuple[int, ...] | None
-) -> None:
-    if layers is not None:
-        assert choose_aux_layers(num_layers, chosen) == layers
-        return
-    with pytest.raises(RecipeError, match=r"set extract\.aux_layers"):
-        choose_aux_layers(num_layers, chosen)
-
-
-# The plan.
-
-
-def test_shards_are_consecutive_bounded_and_batches_nearly_unpadded() -> None:
-    chance = random.Random(1)
-    lengths = [min(8192, 10 + int(chance.lognormvariate(6.8, 0.8))) for _ in range(4000)]
-    shards = plan_shards(lengths, 65_536)
-    assert [row for shard in shards for row in shard] == list(range(4000))
-    assert all(sum(lengths[row] for row in shard) <= 65_536 for shard in shards)
-    padded = 0
-    for shard in shards:
-        inside = [lengths[row] for row in shard]
-        batches = plan_batches(inside, 16_384)
-        assert sorted(row for batch in batches for row in batch) == list(range(len(inside)))
-        widths = [len(batch) * max(inside[row] for row in batch) for batch in batches]
-        assert max(widths) <= 16_384
-        padded += sum(widths)
-    assert 1 - sum(lengths) / padded < 0.03
-
-
-def test_a_row_longer_than_a_shard_or_a_batch_stands_alone() -> None:
-    assert plan_shards([5, 300, 5, 5], 100) == [range(1), range(1, 2), range(2, 4)]
-    assert plan_batches([5, 300, 4], 100) == [[1], [0, 2]]
-    assert plan_shards([], 100) == []
-
-
-def test_a_disk_without_room_is_refused_with_the_length_that_would_fit() -> None:
-    footprint = Footprint(num_aux=3, hidden_size=7168, state_bytes=2)
-    lengths = [1000] * 50 + [4000] * 25 + [8000] * 10
-    needed = check_room("B1", lengths, 4, footprint, 10**12)
-    assert needed == pytest.approx(sum(lengths) * 4 * 7168 * 2, rel=0.01)
-    with pytest.raises(RecipeError, match=r"230,000 tokens need 12\.5 GiB, .* has 10 GiB") as no:
-        check_room("B1", lengths, 4, footprint, 10 * 2**30)
-    assert "set extract.max_length to 7999" in str(no.value)
-    kept = [length for length in lengths if length <= 7999]
-    assert check_room("B1", kept, 4, footprint, 10 * 2**30) < 10 * 2**30
-    with pytest.raises(RecipeError, match="no row would fit"):
-        check_room("B1", lengths, 4, footprint, 1000)
 
 
 # The phase.

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 from families import KIMI, PERMUTED_KIMI
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from drafter import layout, plan, prepare, template
 from drafter.errors import Busy, DataError, RecipeError
@@ -390,33 +388,3 @@ def test_a_dataset_that_somebody_works_on_is_busy(site: Site) -> None:
     with layout.locked(site.prepared("B2").lock), pytest.raises(Busy):
         site.run()
     site.run()
-
-
-# Any source ---------------------------------------------------------------------------------------
-
-LINES = st.lists(
-    st.one_of(
-        st.text(max_size=30).map(lambda text: text.replace("\n", " ")),
-        st.fixed_dictionaries(
-            {"input": st.one_of(st.none(), st.integers(), st.text(max_size=20))}
-        ).map(json.dumps),
-    ),
-    max_size=20,
-)
-
-
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(lines=LINES)
-def test_whatever_a_source_holds_rows_in_are_prompts_and_reasons(
-    site: Site, lines: list[str]
-) -> None:
-    site.source("B2", "opencodeinstruct", [])
-    good = json.dumps({"input": "surely a prompt"})
-    text = "".join(f"{line}\n" for line in [good, *lines])
-    Path(site.datasets[0]["path"]).write_text(text, encoding="utf-8", newline="")
-    site.run()
-    counts = site.counts("B2")
-    assert counts["source_rows"] == sum(1 for line in [good, *lines] if line.encode().strip())
-    assert counts["prompts"] == len(ids(site.prepared("B2").prompt_ids)) >= 1
