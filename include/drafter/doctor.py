@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from drafter import machine
 from drafter.errors import Busy, DataError, RecipeError
-from drafter.plan import tokenizer_sha256
+from drafter.identity import tokenizer_sha256
 from drafter.recipe import Recipe
 
 NEEDED = ("httpx", "orjson", "pandas", "pydantic", "safetensors", "torch", "transformers")
@@ -147,12 +148,12 @@ def _source(name: str, path: Path) -> Finding:
 
 
 def _engine(recipe: Recipe) -> Finding:
-    from drafter.engines.sglang import check_engine
+    from drafter.engines.connection import check_engine
 
     urls = ", ".join(recipe.engine.urls)
     try:
-        engine = check_engine(recipe.engine, recipe.target.path)
+        engine = asyncio.run(check_engine(recipe.engine, recipe.target.path))
     except (RecipeError, Busy) as error:
         return Finding("engine", urls, error)
-    served = engine.model_info["model_path"]
-    return Finding("engine", f"{urls} serving {served}, context {engine.context:,}")
+    found = f"{urls} serving {engine.model}, context {engine.context:,}"
+    return Finding("engine", "; ".join([found, *engine.down.values()]))

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from drafter import jsonl
-from drafter.engines.sglang import RULES, Client, Endpoints, Outcome, check_engine, tls_context
+from drafter.engines.client import Client, connected
+from drafter.engines.connection import check_engine
+from drafter.engines.outcomes import RULES, Kind, Outcome
 from drafter.errors import Busy
 from drafter.job import Job
+from drafter.recipe import Generate
 from drafter.rows import Family
 
 _REPORT_SECONDS = 1.0
@@ -31,15 +35,9 @@ def ask(job: Job, family: Family, store: Path, prompts: Mapping[str, list[int]])
     missing = {sample_id: ids for sample_id, ids in prompts.items() if sample_id not in known}
     if not missing:
         return {}
-    engine = check_engine(job.recipe.engine, job.recipe.target.path)
     settings = job.recipe.generate.model_copy(
         update={"temperature": 0.0, "top_p": 1.0, "max_new_tokens": limit}
     )
-    endpoints, tls = Endpoints(job.recipe.engine), tls_context(job.recipe.engine)
-
-    def client() -> Client:
-        return Client(job.recipe.engine, settings, family, engine.context, endpoints, tls)
-
     store.parent.mkdir(parents=True, exist_ok=True)
     with jsonl.Appender(store) as appender:
         reported = time.monotonic()
@@ -54,7 +52,7 @@ def ask(job: Job, family: Family, store: Path, prompts: Mapping[str, list[int]])
                 reported = time.monotonic()
                 job.report(asked=asked, prompts=len(missing))
 
-        outcomes = asyncio.run(_ask_all(missing, client, min(job.in_flight, len(missing)), keep))
+        outcomes = asyncio.run(_ask_all(job, settings, family, missing, keep))
     failed = [outcome for outcome in outcomes if outcome.row is None]
     if later := [outcome for outcome in failed if not RULES[outcome.kind].final]:
         raise Busy(
@@ -75,25 +73,32 @@ def answers(store: Path, max_new_tokens: int) -> dict[str, list[int]]:
 
 
 async def _ask_all(
+    job: Job,
+    settings: Generate,
+    family: Family,
     prompts: Mapping[str, list[int]],
-    client: Callable[[], Client],
-    workers: int,
     keep: Callable[[Outcome], None],
 ) -> list[Outcome]:
     waiting = iter(prompts.items())
     outcomes: list[Outcome] = []
 
-    async def work() -> None:
-        mine = client()
-        try:
-            for sample_id, ids in waiting:
-                outcome = await mine.complete(sample_id, ids)
-                outcomes.append(outcome)
-                keep(outcome)
-        finally:
-            await mine.close()
+    async def work(client: Client) -> None:
+        for sample_id, ids in waiting:
+            outcome = await client.complete(sample_id, ids)
+            outcomes.append(outcome)
+            keep(outcome)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(workers):
-            group.create_task(work())
+    engine, target = job.recipe.engine, job.recipe.target.path
+    info = await check_engine(engine, target)
+    number = min(job.in_flight, len(prompts))
+    async with connected(
+        engine, target, info, settings, family, number, Counter[Kind]()
+    ) as clients:
+        tasks = [asyncio.create_task(work(client)) for client in clients]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
     return outcomes

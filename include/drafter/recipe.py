@@ -51,16 +51,31 @@ class Target(_Section):
 
 
 class Engine(_Section):
-    """The server that writes the responses: SGLang's native /generate, token ids in and out."""
+    """The server that writes the responses, token ids in and out."""
+
+    kind: Literal["sglang", "vllm"] = "sglang"
+    """SGLang's native /generate, or vLLM's /inference/v1/generate (needs --enable-scale-out)."""
 
     urls: tuple[str, ...] = Field(min_length=1)
-    """Base URLs as seen from the GPU host."""
+    """Base URLs as seen from the GPU host. Several share the work by outstanding tokens; a run
+    begins when one of them answers and goes on with those that are left."""
 
     api_key_env: EnvironmentName | None = None
     """Environment variable *on the GPU host* that holds the key."""
 
     in_flight: int = Field(default=150, ge=1, le=4096)
     """Requests in flight over all jobs that use this engine; each job gets its share."""
+
+    queue_timeout_s: float = Field(default=600, gt=0)
+    """One request may wait and prefill for so long; what gives up earlier throws work away."""
+
+    slowest_tokens_per_s: float = Field(default=5.0, gt=0)
+    """Of one request under load: the whole timeout is queue_timeout_s + its max_new_tokens / this.
+    A timeout over all requests alike would cut the longest answers, or notice a hang in hours."""
+
+    patience_s: float = Field(default=600, ge=0)
+    """While no URL answers, a job waits for so long before it ends as busy: longer than a restart
+    of the engine, shorter than a GPU reserved for nobody should be."""
 
 
 class Dataset(_Section):
@@ -111,9 +126,6 @@ class Generate(_Section):
     seed: int = Field(default=0, ge=0)
     """Order in which prompts are answered."""
 
-    request_timeout_s: float = Field(default=3600, gt=0)
-    """One request, from sending to the last byte; sized to max_new_tokens at the slowest rate."""
-
     attempts: int = Field(default=4, ge=1, le=20)
     """Sends of one prompt at most, for failures that a retry can mend."""
 
@@ -121,7 +133,8 @@ class Generate(_Section):
     """Finished rows looked at together."""
 
     canary_share: float = Field(default=0.5, gt=0, le=1)
-    """Share of a window without closed, non-empty thinking at which the dataset stops itself."""
+    """Share of rows without sound reasoning and answer in a window at which the dataset stops
+    itself; in the last sixteen windows a fifth of it is enough."""
 
 
 class Validate(_Section):

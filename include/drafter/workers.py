@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from drafter.engines.sglang import Client, Outcome
+from drafter.engines.client import Client
+from drafter.engines.outcomes import Outcome
 from drafter.errors import Busy, DataError, DrafterError, RecipeError
 from drafter.responses import Responses
 
@@ -35,13 +36,10 @@ class Workers:
         """Raises Busy when the engine is gone or answers nothing, DataError when nothing it answers
         can be stored, RecipeError when it refuses us, Tainted when the canary alarms."""
         responses = self._responses
-        try:
+        await self._send_all()
+        if responses.budget.admits(time.monotonic()) and responses.ask_again():
+            await asyncio.sleep(PAUSE_S)
             await self._send_all()
-            if responses.budget.admits(time.monotonic()) and responses.ask_again():
-                await asyncio.sleep(PAUSE_S)
-                await self._send_all()
-        finally:
-            await asyncio.gather(*(client.close() for client in self._clients))
         responses.settle()
 
     async def _send_all(self) -> None:
@@ -69,8 +67,11 @@ class Workers:
             except RecipeError as error:
                 self._error = error
                 self._responses.budget.fail(sample_id)
+            except Busy as error:
+                # Nothing is in flight at an engine that is gone, so there is nothing to wait for.
+                raise Busy(f"{error}, {self._responses.num_new} new rows are stored") from None
             else:
-                await self._settle(sample_id, outcome, client)
+                self._settle(sample_id, outcome)
             async with self._changed:
                 self._changed.notify_all()
 
@@ -87,21 +88,14 @@ class Workers:
                 budget.start(prompt[0], time.monotonic())
             return prompt
 
-    async def _settle(self, sample_id: str, outcome: Outcome, client: Client) -> None:
+    def _settle(self, sample_id: str, outcome: Outcome) -> None:
         if outcome.row is not None:
             self._responses.store(outcome.row, time.monotonic())
             return
         self._responses.fail(sample_id, outcome)
-        if outcome.kind == "prompt too long":
-            return
-        self._last_failure = outcome
-        if outcome.kind == "transient" and not await client.engine_answers():
-            # Nothing is in flight at an engine that is gone, so there is nothing to wait for.
-            raise Busy(
-                f"the engine does not answer any more ({outcome.reason}): start it again,"
-                f" {self._responses.num_new} new rows are stored"
-            )
-        self._error = self._error or self._blame(outcome, max(MIN_STREAK, len(self._clients)))
+        if outcome.kind != "prompt too long":
+            self._last_failure = outcome
+            self._error = self._error or self._blame(outcome, max(MIN_STREAK, len(self._clients)))
 
     def _blame(self, outcome: Outcome, streak: int) -> DrafterError | None:
         """The error when ``streak`` prompts in a row got no row: they cannot all be at fault."""

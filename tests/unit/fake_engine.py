@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from drafter import plan
 from drafter.generate import generate
+from drafter.identity import target_identity
 from drafter.job import Job
 from drafter.layout import (
     JobDir,
@@ -43,6 +43,7 @@ FAMILY = Family(
     stop_ids=frozenset({STOP}),
     vocab_size=VOCAB,
     blank_ids=frozenset({BLANK}),
+    tool_end=frozenset({TOOL_END}),
 )
 DATASET = "B1"
 
@@ -53,6 +54,9 @@ class Reply:
     body: Any = None
     delay_s: float = 0.0
     cut: Literal["reset", "truncated"] | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    stall_s: float = 0.0
+    """In the middle of the body."""
 
 
 def answer(
@@ -82,7 +86,11 @@ def sound(request: dict[str, Any], _number: int, _again: int) -> Reply:
 
 
 class FakeEngine:
-    """``behave(request, number, again)``: number counts all requests, again those of one prompt."""
+    """Speaks SGLang. ``behave(request, number, again)``: number counts all requests, again those of
+    one prompt."""
+
+    path = "/generate"
+    prompt_key = "input_ids"
 
     def __init__(
         self,
@@ -94,9 +102,12 @@ class FakeEngine:
         self.context = context
         self.key = key
         self.model_path = "/models/target"
+        self.model_info: dict[str, Any] = {}
+        self.health = 200
+        self.open_route = True
         self.requests: list[dict[str, Any]] = []
         self.most_in_flight = 0
-        self._in_flight = 0
+        self.in_flight = 0
         self._asked: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
         self._port = 0
@@ -112,6 +123,11 @@ class FakeEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def about(self) -> dict[str, Any]:
+        """What it says about itself, by path."""
+        model = {"model_path": self.model_path, **self.model_info}
+        return {"/model_info": model, "/server_info": {"context_length": self.context}}
 
     @property
     def url(self) -> str:
@@ -156,24 +172,27 @@ class FakeEngine:
 
     async def _reply(self, path: str, headers: dict[str, str], body: bytes) -> Reply:
         if path == "/health":
-            return Reply()
+            return Reply(self.health)
         if self.key and headers.get("authorization") != f"bearer {self.key}":
             return Reply(401, {"error": "Unauthorized"})
-        if path == "/model_info":
-            return Reply(body={"model_path": self.model_path})
-        if path == "/server_info":
-            return Reply(body={"context_length": self.context})
-        request = json.loads(body)
-        prompt = str(request["input_ids"])
+        if path != self.path:
+            told = self.about().get(path)
+            return Reply(404, {"detail": "Not Found"}) if told is None else Reply(body=told)
+        request = json.loads(body or b"{}")
+        if not self.open_route:
+            return Reply(403, {"error": {"message": "Scale-out endpoints are disabled."}})
+        if self.prompt_key not in request:
+            return Reply(400, {"error": {"message": "1 validation error"}})
+        prompt = str(request[self.prompt_key])
         self.requests.append(request)
         reply = self.behave(request, len(self.requests), self._asked[prompt])
         self._asked[prompt] += 1
-        self._in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
             await asyncio.sleep(reply.delay_s)
         finally:
-            self._in_flight -= 1
+            self.in_flight -= 1
         return reply
 
     async def _send(self, writer: asyncio.StreamWriter, reply: Reply) -> None:
@@ -183,11 +202,39 @@ class FakeEngine:
             writer.transport.abort()
             raise ConnectionResetError
         body = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
-        head = f"HTTP/1.1 {reply.status} X\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        writer.write(head + (body[: len(body) // 2] if reply.cut else body))
+        headers = {"Content-Length": str(len(body)), **reply.headers}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        half = len(body) // 2
+        writer.write(f"HTTP/1.1 {reply.status} X\r\n{lines}\r\n".encode() + body[:half])
         await writer.drain()
         if reply.cut:
             raise ConnectionResetError
+        await asyncio.sleep(reply.stall_s)
+        writer.write(body[half:])
+        await writer.drain()
+
+
+class FakeVLLM(FakeEngine):
+    """Speaks vLLM's raw-token route, as 0.32.0 does."""
+
+    path = "/inference/v1/generate"
+    prompt_key = "token_ids"
+
+    def about(self) -> dict[str, Any]:
+        model = {"id": "served", "root": self.model_path, "max_model_len": self.context}
+        return {"/v1/models": {"object": "list", "data": [{**model, "created": 1}]}}
+
+
+def vllm_answer(
+    request: dict[str, Any], output_ids: list[int], ended: str = "stop", **usage: Any
+) -> dict[str, Any]:
+    counts = {"prompt_tokens": len(request["token_ids"]), "completion_tokens": len(output_ids)}
+    choice = {"index": 0, "finish_reason": ended, "stop_reason": None, "token_ids": output_ids}
+    return {
+        "request_id": f"generate-tokens-{request['request_id']}",
+        "usage": {**counts, **usage},
+        "choices": [choice],
+    }
 
 
 @dataclass
@@ -219,9 +266,15 @@ class Site:
                 "revision": "r1",
                 "thinking": self.thinking,
             },
-            "engine": {"urls": self.urls, **self.engine},
+            "engine": {
+                "urls": self.urls,
+                "queue_timeout_s": 5,
+                "slowest_tokens_per_s": 1000,
+                "patience_s": 1,
+                **self.engine,
+            },
             "datasets": [{"name": DATASET, "format": "glaive", "path": "/none", **self.dataset}],
-            "generate": {"max_new_tokens": 64, "request_timeout_s": 5, **self.settings},
+            "generate": {"max_new_tokens": 64, **self.settings},
             "validate": self.rules,
             "host": {"workspace": str(self.root / "workspace")},
         }
@@ -237,7 +290,7 @@ class Site:
         self.write(self.prepared.prompt_ids, rows)
         section = {
             "inputs": {},
-            "identity": plan.target_identity(self.recipe),
+            "identity": target_identity(self.recipe),
             "counts": {"prompts": len(rows)},
             "files": {self.prepared.prompt_ids.name: file_record(self.prepared.prompt_ids)},
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import shutil
@@ -17,7 +18,7 @@ from unit.test_plan import make_recipe
 
 from drafter import machine
 from drafter.doctor import Finding, examine, table
-from drafter.engines.sglang import check_engine
+from drafter.engines.connection import check_engine
 from drafter.errors import Busy, DataError, RecipeError
 
 READY = {
@@ -82,6 +83,15 @@ def test_an_engine_that_is_down_is_busy_and_named(tmp_path: Path) -> None:
     (error,) = errors(list(examine(make_recipe(tmp_path), "generate")))
     assert isinstance(error, Busy)
     assert str(error).startswith("engine http://127.0.0.1:1 does not answer")
+
+
+def test_one_of_several_endpoints_that_is_down_is_named_and_no_fault(
+    tmp_path: Path, engine: str
+) -> None:
+    recipe = make_recipe(tmp_path, engine={"urls": ["http://127.0.0.1:1", engine]})
+    findings = list(examine(recipe, "generate"))
+    assert errors(findings) == []
+    assert "; engine http://127.0.0.1:1 does not answer" in findings[-1].found
 
 
 def test_an_engine_that_serves_another_model_is_refused(
@@ -157,9 +167,10 @@ def test_the_context_is_found_wherever_the_engine_says_it(
     recipe = make_recipe(tmp_path, engine={"urls": [engine]})
     if context is None:
         with pytest.raises(RecipeError, match="start the engine with --context-length"):
-            check_engine(recipe.engine, recipe.target.path)
+            asyncio.run(check_engine(recipe.engine, recipe.target.path))
     else:
-        assert check_engine(recipe.engine, recipe.target.path).context == context
+        info = asyncio.run(check_engine(recipe.engine, recipe.target.path))
+        assert info.context == context
 
 
 def test_a_missing_source_is_named_with_its_path(tmp_path: Path, engine: str) -> None:

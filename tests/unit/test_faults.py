@@ -25,14 +25,17 @@ from unit.fake_engine import (
 )
 
 from drafter import plan, workers
-from drafter.engines import sglang
+from drafter.engines import balance, client
+from drafter.engines.outcomes import MAX_RUNS, RULES
 from drafter.errors import Busy, DataError, RecipeError
 from drafter.layout import read_section
 
 
 @pytest.fixture(autouse=True)
 def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "BACKOFF_S", 0.02)
+    monkeypatch.setattr(client, "BACKOFF_S", 0.02)
+    monkeypatch.setattr(balance, "PAUSE_S", 0.02)
+    monkeypatch.setattr(balance, "PROBE_S", 0.05)
     monkeypatch.setattr(workers, "PAUSE_S", 0.02)
 
 
@@ -83,9 +86,15 @@ def test_each_fault_ends_in_its_class_after_its_number_of_sends(fault: str, tmp_
 
     with FakeEngine(one_bad) as engine:
         # A request given up before a busy engine has read it would not be counted there.
-        settings = {"attempts": 3, "request_timeout_s": 1 if fault == "hang" else 30}
-        site = Site(tmp_path, num_prompts=6, urls=(engine.url,), settings=settings)
-        final = sglang.RULES[kind].final  # type: ignore[index]
+        limits = {"queue_timeout_s": 1 if fault == "hang" else 30}
+        site = Site(
+            tmp_path,
+            num_prompts=6,
+            urls=(engine.url,),
+            settings={"attempts": 3},
+            engine=limits,
+        )
+        final = RULES[kind].final  # type: ignore[index]
         if final:
             assert generated(site)["counts"]["failed"] == {kind: 1}
         else:
@@ -144,7 +153,7 @@ def test_prompts_that_fail_in_run_after_run_do_not_block_for_ever(
         engine.requests.clear()
         generated(site)
     assert not engine.requests
-    assert len(site.read(site.prepared.failed)) == sglang.MAX_RUNS * num_prompts
+    assert len(site.read(site.prepared.failed)) == MAX_RUNS * num_prompts
 
 
 def test_a_failure_does_not_matter_once_the_budget_is_met(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from drafter.engines.outcomes import RULES
 from drafter.errors import MEANING, NEVER_RETRY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +43,15 @@ def test_the_exit_codes_are_those_of_the_code() -> None:
     told = {int(code): retried for codes, retried in rows for code in codes.split(",")}
     assert set(told) | {0, 1} == set(MEANING)
     assert {code for code, retried in told.items() if retried == "no"} == set(NEVER_RETRY)
+
+
+def test_the_classes_of_answers_are_those_of_the_code() -> None:
+    table = README.split("## What becomes of an answer")[1].split("## ")[0]
+    told = re.findall(r"^\| (.*) \| (.*) \| (\d|`attempts`) \| (counts)? ?\| (.*) \|$", table, re.M)
+    assert told == [
+        (kind, rule.what, str(rule.sends or "`attempts`"), "counts" * rule.counts, rule.goes_to)
+        for kind, rule in RULES.items()
+    ]
 
 
 def test_the_license_is_apache() -> None:

@@ -120,4 +120,5 @@ def test_an_unknown_dataset_is_answered_with_the_known_ones(recipe_file: Path) -
 def test_no_recipe_holds_a_secret() -> None:
     for path in RECIPES.glob("*.toml"):
         engine = tomllib.loads(path.read_text())["engine"]
-        assert set(engine) <= {"urls", "api_key_env", "in_flight"}
+        limits = {"in_flight", "queue_timeout_s", "slowest_tokens_per_s", "patience_s"}
+        assert set(engine) <= {"kind", "urls", "api_key_env"} | limits

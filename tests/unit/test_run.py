@@ -9,7 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from unit.fake_engine import FakeEngine, Reply, Site
+
+from drafter.layout import locked
+from drafter.processes import MARKER
 
 TESTS = Path(__file__).parents[1]
 GRACE_S = 3
@@ -68,9 +72,22 @@ def test_a_stop_takes_half_written_files_along(tmp_path: Path) -> None:
 
 def test_a_stop_does_not_wait_for_requests_in_flight(tmp_path: Path) -> None:
     with FakeEngine(lambda *_: Reply(delay_s=60)) as engine:
-        site = Site(tmp_path, urls=(engine.url,), settings={"request_timeout_s": 99})
+        site = Site(tmp_path, urls=(engine.url,), engine={"queue_timeout_s": 99})
         child = start(ASKS, site.job().dir.root)
         give_up = time.monotonic() + 30
         while len(engine.requests) < 8 and time.monotonic() < give_up:
             time.sleep(0.02)
+        assert stop(child) == (143, "")
+
+
+def test_what_the_supervisor_runs_works_under_its_lock(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with locked(site.prepared.lock):
+        alone = start(WRITES, site.job("validate").dir.root)
+        assert alone.stdout is not None and alone.stdout.readline() == ""
+        assert "is held by another job" in alone.communicate(timeout=GRACE_S)[1]
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv(MARKER, "start")
+            child = start(WRITES, site.job("validate").dir.root)
+        assert child.stdout is not None and child.stdout.readline() == "begun\n"
         assert stop(child) == (143, "")
