@@ -6,20 +6,24 @@ memory and on disk stands the same at any moment.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from drafter import plan
-from drafter.budget import Budget
+from drafter.budget import Budget, killed_in_flight
 from drafter.canary import Alarm, Canary
-from drafter.engines.sglang import MAX_RUNS, RULES, Kind, Outcome
-from drafter.errors import DataError
-from drafter.jsonl import Appender, Line, rows
+from drafter.engines.outcomes import MAX_RUNS, RULES, Kind, Outcome, failure_fault
+from drafter.jsonl import Appender, Line, damage, row_at, rows
 from drafter.layout import Prepared
+from drafter.rows import key_fault
+
+_GIVEN_OUT = -1
+"""In place of the index of its row: a prompt that is not to be given out again."""
 
 
 class Tainted(Exception):
@@ -39,7 +43,7 @@ class Responses:
     """
 
     def __init__(
-        self, prepared: Prepared, budget: Budget, canary: Canary | None, max_samples: int | None
+        self, prepared: Prepared, budget: Budget, canary: Canary, max_samples: int | None
     ) -> None:
         self.budget = budget
         self.num_stored = 0
@@ -57,14 +61,14 @@ class Responses:
         self._rows = Appender(prepared.responses)
         self._failed = Appender(prepared.failed)
         self.num_torn = sum(bool(file.torn_bytes) for file in (self._rows, self._failed))
-        skip = self._count(prepared.responses)
         self._num_failed = Counter[str]()
+        given_up: set[str] = set()
         for sample_id, kind in _failures(prepared):
             self._num_failed[sample_id] += 1
             if RULES[kind].final or self._num_failed[sample_id] >= MAX_RUNS:
-                skip.add(sample_id)
+                given_up.add(sample_id)
         self._later: dict[str, dict[str, Any]] = {}
-        self._todo = _unanswered(prepared.prompt_ids, self.num_prompts, skip)
+        self._todo = self._find_todo(prepared, given_up)
         self._first = next(self._todo, None)
 
     def __enter__(self) -> Self:
@@ -147,22 +151,59 @@ class Responses:
     def sync(self) -> None:
         self._rows.sync()
 
-    def _count(self, path: Path) -> set[str]:
-        """Read every stored row; gives their sample ids. The canary sees the last ones again."""
-        stored: set[str] = set()
-        last: deque[Line] = deque(maxlen=2 * self._canary.window if self._canary else 0)
+    def _find_todo(self, prepared: Prepared, given_up: set[str]) -> Iterator[tuple[str, list[int]]]:
+        """Read what is stored, and the prompts up to the last one answered; gives those to send:
+        first the holes between answered ones, then the rest."""
+        known, tokens, session_starts = self._count(prepared)
+        positions = array("i", [-1]) * len(tokens)
+        prompts = islice(rows(prepared.prompt_ids), self.num_prompts)
+        holes: dict[int, tuple[str, int]] = {}
+        num_left = len(known)
+        for position, line in enumerate(prompts) if num_left else ():
+            sample_id = line.value["sample_id"]
+            if (index := known.get(sample_id)) is None:
+                known[sample_id] = _GIVEN_OUT
+                if not line.value.get("retired"):
+                    holes[position] = sample_id, line.offset
+            elif index != _GIVEN_OUT:
+                positions[index] = position
+                known[sample_id] = _GIVEN_OUT
+                num_left -= 1
+                if not num_left:
+                    break
+        for position, written in killed_in_flight(positions, tokens, session_starts).items():
+            sample_id, _ = holes[position]
+            if sample_id not in self._num_failed:
+                self.budget.killed(sample_id, written)
+        offsets = [offset for sample_id, offset in holes.values() if sample_id not in given_up]
+        known.update(dict.fromkeys(given_up, _GIVEN_OUT))
+        return chain(_at(prepared.prompt_ids, offsets), _not_in(known, prompts))
+
+    def _count(self, prepared: Prepared) -> tuple[dict[str, int], array[int], list[int]]:
+        """Read every stored row; gives {sample id: index of the row}, their tokens and the indices
+        that sessions began at. The canary sees the last rows again."""
+        path = prepared.responses
+        known: dict[str, int] = {}
+        tokens = array("q")
+        session_starts = [0]
+        offsets = deque(_session_offsets(prepared.sessions))
+        last: deque[int] = deque(maxlen=self._canary.lookback)
         for line in rows(path):
-            sample_id, tokens = _key_facts(path, line)
-            stored.add(sample_id)
-            self.budget.found(tokens)
-            self.num_stored += 1
-            last.append(line)
-        for line in last:
-            self._show_canary(line.value, line.offset)
-        return stored
+            while offsets and offsets[0] <= line.offset:
+                offsets.popleft()
+                session_starts.append(len(tokens))
+            sample_id, num_tokens = _key_facts(path, line)
+            known[sample_id] = len(tokens)
+            tokens.append(num_tokens)
+            last.append(line.offset)
+        self.budget.found(tokens)
+        self.num_stored = len(tokens)
+        for offset in last:
+            self._show_canary(row_at(path, offset), offset)
+        return known, tokens, session_starts
 
     def _show_canary(self, row: dict[str, Any], offset: int) -> None:
-        alarm = self._canary.see(row, offset) if self._canary else None
+        alarm = self._canary.see(row, offset)
         if alarm:
             raise Tainted(alarm)
 
@@ -178,18 +219,27 @@ def count_failures(prepared: Prepared) -> dict[str, int]:
 
 def _failures(prepared: Prepared) -> Iterator[tuple[str, Any]]:
     for line in rows(prepared.failed):
+        if fault := failure_fault(line.value):
+            raise damage(prepared.failed, line._replace(fault=fault))
         yield line.value["sample_id"], line.value["class"]
+
+
+def _session_offsets(sessions: Path) -> list[int]:
+    """Where in the responses each session begins; what was cut off since does not count."""
+    offsets: list[int] = []
+    for line in rows(sessions):
+        if "identity" in line.value:
+            while offsets and offsets[-1] >= line.value["offset"]:
+                offsets.pop()
+            offsets.append(line.value["offset"])
+    return offsets
 
 
 def _key_facts(path: Path, line: Line) -> tuple[str, int]:
     """sample_id and completion_tokens of a stored row; the rest is for validate to judge."""
-    sample_id, tokens = line.value.get("sample_id"), line.value.get("completion_tokens")
-    if type(sample_id) is not str or type(tokens) is not int or tokens < 0:
-        raise DataError(
-            f"{path}:{line.number} has sample_id {sample_id!r} and completion_tokens {tokens!r}:"
-            " needs a string and a number, move that line to another file and run again"
-        )
-    return sample_id, tokens
+    if fault := key_fault(line.value):
+        raise damage(path, line._replace(fault=fault))
+    return line.value["sample_id"], line.value["completion_tokens"]
 
 
 def _among(prompt_ids: Path, num_prompts: int, wanted: set[str]) -> Iterator[tuple[str, list[int]]]:
@@ -198,11 +248,17 @@ def _among(prompt_ids: Path, num_prompts: int, wanted: set[str]) -> Iterator[tup
             yield line.value["sample_id"], line.value["input_ids"]
 
 
-def _unanswered(
-    prompt_ids: Path, num_prompts: int, skip: set[str]
-) -> Iterator[tuple[str, list[int]]]:
-    for line in islice(rows(prompt_ids), num_prompts):
+def _at(prompt_ids: Path, offsets: list[int]) -> Iterator[tuple[str, list[int]]]:
+    for offset in offsets:
+        prompt = row_at(prompt_ids, offset)
+        yield prompt["sample_id"], prompt["input_ids"]
+
+
+def _not_in(known: dict[str, int], prompts: Iterator[Line]) -> Iterator[tuple[str, list[int]]]:
+    for line in prompts:
         sample_id = line.value["sample_id"]
-        if sample_id not in skip:
-            skip.add(sample_id)
+        if sample_id not in known:
+            known[sample_id] = _GIVEN_OUT
+            if line.value.get("retired"):
+                continue
             yield sample_id, line.value["input_ids"]

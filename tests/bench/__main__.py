@@ -1,4 +1,5 @@
-"""``python -m bench [NAME]``: every benchmark, or one, as a line of JSON each.
+"""``python -m bench [NAME]``: every benchmark, or one, as a line of JSON each. ``budget`` also
+stands for all whose names begin with ``budget-``.
 
 Ends with 1 when one misses its bar; see bench.measure for the fields.
 """
@@ -6,23 +7,41 @@ Ends with 1 when one misses its bar; see bench.measure for the fields.
 from __future__ import annotations
 
 import sys
+from itertools import chain
 
-from bench import jobs
+from bench import budget, generation, jobs
 
-BENCHMARKS = {"job-start": jobs.job_start, "job-end": jobs.job_end}
+BENCHMARKS = {
+    "job-start": jobs.job_start,
+    "job-end": jobs.job_end,
+    "engine-saturation": generation.engine_saturation,
+    "client-ceiling": generation.client_ceiling,
+    "resume-scan": generation.resume_scan,
+    "generate-memory": generation.generate_memory,
+    "budget": budget.overshoot_mean,
+    "budget-max": budget.overshoot_max,
+    "budget-kills": budget.overshoot_after_kills,
+    "budget-bias": budget.length_bias,
+    "budget-time": budget.time_taken,
+}
 
 
 def main(arguments: list[str]) -> int:
-    unknown = [name for name in arguments if name not in BENCHMARKS]
+    meant = {argument: _meant(argument) for argument in arguments}
+    unknown = [argument for argument, names in meant.items() if not names]
     if unknown:
         print(f"bench: no {unknown[0]!r}: there are {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 64
     missed = 0
-    for name in arguments or BENCHMARKS:
+    for name in chain.from_iterable(meant.values()) if meant else BENCHMARKS:
         result = BENCHMARKS[name]()
         print(result.line(name), flush=True)
         missed += not result.passes
     return 1 if missed else 0
+
+
+def _meant(argument: str) -> list[str]:
+    return [name for name in BENCHMARKS if name == argument or name.startswith(f"{argument}-")]
 
 
 if __name__ == "__main__":
