@@ -22,6 +22,9 @@ ROW_KEYS = frozenset(
 Reasoning = Literal[
     "closed", "tool in thinking", "truncated in thinking", "empty thinking", "unclosed"
 ]
+Kind = Literal[
+    Reasoning, "not thinking", "thinking although off", "tool call not closed", "no answer"
+]
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,29 @@ class Family:
     blank_ids: frozenset[int] = frozenset()
     """Ids that decode to white space only: thinking made of nothing else is empty."""
 
+    tool_end: frozenset[int] = frozenset()
+    """Ids of which one follows the arguments of every tool call. Empty when the family has none, or
+    none but the end of the answer: then nobody can tell whether a call was closed."""
+
 
 def reason_class(reason: str) -> str:
     """The countable part of a reason."""
     return reason.partition(":")[0]
+
+
+MAX_COUNT = 1 << 40
+"""No answer has so many tokens; sums of them stay within 64 bits."""
+
+
+def key_fault(row: dict[str, Any]) -> str | None:
+    """Why a stored row cannot even be counted; all else about it is for :func:`check_row`."""
+    sample_id, tokens = row.get("sample_id"), row.get("completion_tokens")
+    if type(sample_id) is str and type(tokens) is int and 0 <= tokens < MAX_COUNT:
+        return None
+    return (
+        f"sample_id is {sample_id!r:.60} and completion_tokens {tokens!r:.60}, needs a string and a"
+        " number"
+    )
 
 
 def check_row(row: object, family: Family, prompt_tokens: int | None) -> str | None:
@@ -137,6 +159,11 @@ def reasoning(output_ids: list[int], family: Family) -> Reasoning:
     * unclosed               no ``think_close``, yet ended by a stop id (or thinking never opened)
     * empty thinking         nothing but blank before ``think_close`` or the tool call
     """
+    return _thinking(output_ids, family)[0]
+
+
+def _thinking(output_ids: list[int], family: Family) -> tuple[Reasoning, int]:
+    """(reasoning, index of the token that ended it, or the number of ids)"""
     assert family.think_close is not None, "the target does not think"
     begin = 0
     if not family.prefilled:
@@ -147,26 +174,32 @@ def reasoning(output_ids: list[int], family: Family) -> Reasoning:
     end = _first(output_ids, family.tool_begin | {family.think_close}, begin)
     if end is None:
         return _open_end(output_ids, family)
-    if family.blank_ids.issuperset(output_ids[begin:end]):
-        return "empty thinking"
-    return "closed" if output_ids[end] == family.think_close else "tool in thinking"
+    # Some models open their thinking again although the prompt has done so.
+    if (family.blank_ids | {family.think_open}).issuperset(output_ids[begin:end]):
+        return "empty thinking", end
+    return ("closed" if output_ids[end] == family.think_close else "tool in thinking"), end
 
 
-def _open_end(output_ids: list[int], family: Family) -> Reasoning:
+def _open_end(output_ids: list[int], family: Family) -> tuple[Reasoning, int]:
     ended = bool(output_ids) and output_ids[-1] in family.stop_ids
-    return "unclosed" if ended else "truncated in thinking"
+    return ("unclosed" if ended else "truncated in thinking"), len(output_ids)
 
 
-def answered(output_ids: list[int], family: Family) -> bool:
-    """Is there an answer or a tool call, not only thinking, blank and a stop id?"""
-    begin = 0
-    if family.think_close is not None:
-        left = _first(output_ids, family.tool_begin | {family.think_close})
-        if left is None:
-            return False
-        begin = left
+def answered(ids: list[int], family: Family) -> bool:
+    """Is there an answer or a tool call in what follows the thinking, not only blank and a stop
+    id?"""
     silent = family.blank_ids | family.stop_ids | {family.think_open, family.think_close}
-    return not silent.issuperset(output_ids[begin:])
+    return not silent.issuperset(ids)
+
+
+def tool_call_open(ids: list[int], family: Family) -> bool:
+    """Was a tool call begun, and not closed after that? Never where :attr:`Family.tool_end` is
+    empty."""
+    if not family.tool_end or _first(ids, family.tool_begin) is None:
+        return False
+    backwards = ids[::-1]
+    end = _first(backwards, family.tool_end)
+    return end is None or _first(backwards[:end], family.tool_begin) is not None
 
 
 def _first(ids: list[int], wanted: Collection[int | None], begin: int = 0) -> int | None:
@@ -185,19 +218,26 @@ def _first(ids: list[int], wanted: Collection[int | None], begin: int = 0) -> in
 Verdict = Literal["sound", "cut", "broken"]
 
 
-def verdict(row: dict[str, Any], family: Family) -> tuple[Verdict, str]:
-    """Judge the reasoning of a valid row of a thinking target: (verdict, class).
+def verdict(row: dict[str, Any], family: Family, thinking: bool) -> tuple[Verdict, Kind]:
+    """Judge the content of a valid row: (verdict, class). ``thinking`` as the target was asked to.
 
     ``cut`` is an answer that the length limit ended before it had said anything after its thinking:
     a matter of max_new_tokens, not of the engine.
     """
-    kind = reasoning(row["output_ids"], family)
+    output_ids, cut = row["output_ids"], row["finish_reason"] == "length"
+    kind, begin = _thinking(output_ids, family) if thinking else (_bare(output_ids, family), 0)
     if kind == "truncated in thinking":
         return "cut", kind
-    if kind == "tool in thinking":
-        return "sound", kind
-    if kind != "closed":
+    if kind in ("unclosed", "empty thinking", "thinking although off"):
         return "broken", kind
-    if answered(row["output_ids"], family):
+    rest = output_ids[begin:]
+    if not cut and tool_call_open(rest, family):
+        return "broken", "tool call not closed"
+    if kind == "tool in thinking" or answered(rest, family):
         return "sound", kind
-    return ("cut" if row["finish_reason"] == "length" else "broken"), "no answer"
+    return ("cut" if cut else "broken"), "no answer"
+
+
+def _bare(output_ids: list[int], family: Family) -> Kind:
+    thought = _first(output_ids, {family.think_open, family.think_close}) is not None
+    return "thinking although off" if thought else "not thinking"

@@ -25,7 +25,7 @@ from drafter.sources.prompt import Message, Prompt, mapped
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 """As Kimi, Qwen and DeepSeek spell them; their ids are the tokenizer's."""
 
-_PROBE = "probe"
+_PROBE, _ARGUMENT = "probe", "value"
 
 
 def load_tokenizer(target: Path) -> Any:
@@ -38,7 +38,8 @@ def load_tokenizer(target: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             target, trust_remote_code=True, local_files_only=True
         )
-    except (OSError, ValueError) as error:
+    # A damaged tokenizer.json surfaces as whatever its reader stumbled over.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
         raise RecipeError(
             f"no tokenizer loads from {target} ({reason}): correct target.path"
@@ -81,21 +82,28 @@ def family(target: Path) -> Family:
     markup = {token for token in in_text(called) if token not in (THINK_OPEN, THINK_CLOSE)}
     markup -= set(in_text(said))
     before_name = set(in_text(called.partition(_PROBE)[0]))
+    after_call = {
+        controls[token] for token in markup & set(in_text(called.rpartition(_ARGUMENT)[2]))
+    }
     eos = [
         *_as_list(config.get("eos_token_id")),
         *_as_list(config.get("text_config", {}).get("eos_token_id")),
         *_as_list(read_json(generation).get("eos_token_id") if generation.exists() else None),
         *_as_list(tokenizer.eos_token_id),
     ]
+    begin = frozenset(controls[token] for token in markup & before_name)
+    stop = frozenset([*eos, *(controls[token] for token in after_answer)])
     return Family(
         think_open=controls.get(THINK_OPEN) if thinks else None,
         think_close=controls[THINK_CLOSE] if thinks else None,
         prefilled=thinks and _ends_in_thinking(tokenizer, user),
-        tool_begin=frozenset(controls[token] for token in markup & before_name),
+        tool_begin=begin,
         tool_ids=frozenset(controls[token] for token in markup),
-        stop_ids=frozenset([*eos, *(controls[token] for token in after_answer)]),
+        stop_ids=stop,
         vocab_size=config.get("vocab_size") or config["text_config"]["vocab_size"],
         blank_ids=_blank_ids(tokenizer),
+        # An id that also begins calls, or whose place another stop id may take, says nothing.
+        tool_end=frozenset() if after_call & stop else frozenset(after_call - begin),
     )
 
 
@@ -187,8 +195,8 @@ def _called(tokenizer: Any, user: Message) -> str:
     """A rendered tool call; empty when the template knows none."""
     from jinja2 import TemplateError
 
-    no_arguments: tuple[str | dict[str, Any], ...] = ("{}", {})
-    for arguments in no_arguments:
+    spellings: tuple[str | dict[str, Any], ...] = (f'{{"x": "{_ARGUMENT}"}}', {"x": _ARGUMENT})
+    for arguments in spellings:
         function = {"name": _PROBE, "arguments": arguments}
         calls = [{"id": f"functions.{_PROBE}:0", "type": "function", "function": function}]
         try:

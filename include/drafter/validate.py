@@ -18,6 +18,7 @@ import orjson
 
 from drafter import plan, template
 from drafter.errors import DataError
+from drafter.identity import target_identity
 from drafter.job import Job
 from drafter.jsonl import Line, damage, row_at, rows, scan
 from drafter.layout import (
@@ -47,7 +48,7 @@ def validate(job: Job, family: Family) -> None:
     clear_partial(prepared.root)
     rules = job.recipe.validate_
     inputs = plan.inputs("validate", job.dataset, job.workspace, job.recipe)
-    target = plan.target_identity(job.recipe)
+    target = target_identity(job.recipe)
     refuse_other_prompts(prepared, target)
     refuse_other_identity(prepared, target)
     gate = Gate(family, rules, job.recipe.target.thinking, index_prompts(prepared.prompt_ids))
@@ -120,10 +121,8 @@ class Gate:
         cut = row["finish_reason"] == "length"
         if cut and not self.rules.accept_truncated:
             return "cut by length"
-        if not self.thinking:
-            return None
-        judged, kind = verdict(row, self.family)
-        if cut and kind in ("closed", "no answer"):
+        judged, kind = verdict(row, self.family, self.thinking)
+        if cut and kind in ("closed", "not thinking", "no answer"):
             return None
         if cut and kind == "tool in thinking":
             return "cut by length in a tool call"

@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.fake_engine import BLANK, CLOSE, FAMILY, OPEN, STOP, TEXT, TOOL, VOCAB
+from unit.fake_engine import BLANK, CLOSE, FAMILY, OPEN, STOP, TEXT, TOOL, TOOL_END, VOCAB
 
-from drafter.rows import Family, answered, check_row, reason_class, reasoning, verdict
+from drafter.rows import (
+    Family,
+    answered,
+    check_row,
+    reason_class,
+    reasoning,
+    tool_call_open,
+    verdict,
+)
 
 GOOD: dict[str, Any] = {
     "sample_id": "B1-0",
@@ -115,6 +123,8 @@ REASONING: list[tuple[Family, list[int], str]] = [
     (FAMILY, [CLOSE, TEXT, STOP], "empty thinking"),
     (FAMILY, [BLANK, CLOSE, TEXT, STOP], "empty thinking"),
     (FAMILY, [BLANK, TOOL, TEXT, STOP], "empty thinking"),
+    (FAMILY, [OPEN, BLANK, CLOSE, TEXT, STOP], "empty thinking"),
+    (FAMILY, [OPEN, TEXT, CLOSE, TEXT, STOP], "closed"),
     (OPENED, [OPEN, TEXT, CLOSE, TEXT, STOP], "closed"),
     (OPENED, [OPEN, CLOSE, TEXT, STOP], "empty thinking"),
     (OPENED, [OPEN, TEXT], "truncated in thinking"),
@@ -130,37 +140,75 @@ def test_reasoning_is_classified(family: Family, output_ids: list[int], kind: st
 
 
 @pytest.mark.parametrize(
-    ("output_ids", "wanted"),
+    ("ids", "wanted"),
     [
-        ([TEXT, CLOSE, TEXT, STOP], True),
-        ([TEXT, CLOSE, TOOL, STOP], True),
-        ([TEXT, TOOL, STOP], True),
-        ([TEXT, CLOSE, STOP], False),
-        ([TEXT, CLOSE, BLANK, STOP], False),
-        ([TEXT, STOP], False),
+        ([CLOSE, TEXT, STOP], True),
+        ([CLOSE, TOOL, STOP], True),
+        ([TOOL, STOP], True),
+        ([CLOSE, STOP], False),
+        ([CLOSE, BLANK, STOP], False),
+        ([], False),
     ],
 )
-def test_an_answer_is_more_than_thinking_blank_and_stop(
-    output_ids: list[int], wanted: bool
-) -> None:
-    assert answered(output_ids, FAMILY) is wanted
+def test_an_answer_is_more_than_blank_and_stop(ids: list[int], wanted: bool) -> None:
+    assert answered(ids, FAMILY) is wanted
 
 
 @pytest.mark.parametrize(
-    ("output_ids", "finish", "wanted"),
+    ("output_ids", "wanted"),
     [
-        ([TEXT, CLOSE, TEXT, STOP], "stop", ("sound", "closed")),
-        ([TEXT, TOOL, TEXT, STOP], "stop", ("sound", "tool in thinking")),
-        ([TEXT, CLOSE, TEXT], "length", ("sound", "closed")),
-        ([TEXT, TEXT], "length", ("cut", "truncated in thinking")),
-        ([TEXT, CLOSE], "length", ("cut", "no answer")),
-        ([TEXT, CLOSE, STOP], "stop", ("broken", "no answer")),
-        ([TEXT, STOP], "stop", ("broken", "unclosed")),
-        ([CLOSE, TEXT, STOP], "stop", ("broken", "empty thinking")),
+        ([TEXT, STOP], False),
+        ([TEXT, TOOL_END, STOP], False),
+        ([TEXT, TOOL, TEXT, STOP], True),
+        ([TEXT, TOOL, TEXT, TOOL_END, STOP], False),
+        ([TEXT, TOOL, TOOL, TEXT, TOOL_END, TEXT, TOOL_END, STOP], False),
+        ([TEXT, TOOL, TEXT, TOOL_END, TOOL, TEXT, STOP], True),
+        ([TEXT, TOOL_END, TOOL, STOP], True),
     ],
 )
-def test_cuts_by_length_are_judged_apart(
-    output_ids: list[int], finish: str, wanted: tuple[str, str]
+def test_a_tool_call_is_closed_by_an_end_behind_its_begin(
+    output_ids: list[int], wanted: bool
+) -> None:
+    assert tool_call_open(output_ids, FAMILY) is wanted
+    # Nobody can tell where the family has no end, or none but the end of the answer.
+    assert not tool_call_open(output_ids, replace(FAMILY, tool_end=frozenset()))
+    assert not tool_call_open(output_ids, replace(FAMILY, tool_begin=frozenset()))
+
+
+VERDICTS: list[tuple[bool, list[int], str, tuple[str, str]]] = [
+    (True, [TEXT, CLOSE, TEXT, STOP], "stop", ("sound", "closed")),
+    (True, [TEXT, TOOL, TEXT, TOOL_END, STOP], "stop", ("sound", "tool in thinking")),
+    (True, [TEXT, CLOSE, TOOL, TEXT, TOOL_END, STOP], "stop", ("sound", "closed")),
+    (True, [TEXT, CLOSE, TEXT], "length", ("sound", "closed")),
+    (True, [TEXT, CLOSE, TOOL, TEXT], "length", ("sound", "closed")),
+    (True, [TEXT, TOOL, TEXT], "length", ("sound", "tool in thinking")),
+    (True, [TEXT, TEXT], "length", ("cut", "truncated in thinking")),
+    (True, [TEXT, CLOSE], "length", ("cut", "no answer")),
+    (True, [TEXT, CLOSE, STOP], "stop", ("broken", "no answer")),
+    (True, [TEXT, STOP], "stop", ("broken", "unclosed")),
+    (True, [CLOSE, TEXT, STOP], "stop", ("broken", "empty thinking")),
+    (True, [TEXT, TOOL, TEXT, STOP], "stop", ("broken", "tool call not closed")),
+    (True, [TEXT, CLOSE, TOOL, TEXT, STOP], "stop", ("broken", "tool call not closed")),
+    (False, [TEXT, STOP], "stop", ("sound", "not thinking")),
+    (False, [TOOL, TEXT, TOOL_END, STOP], "stop", ("sound", "not thinking")),
+    (False, [TEXT, TEXT], "length", ("sound", "not thinking")),
+    (False, [BLANK], "length", ("cut", "no answer")),
+    (False, [STOP], "stop", ("broken", "no answer")),
+    (False, [TOOL, TEXT, STOP], "stop", ("broken", "tool call not closed")),
+    (False, [TEXT, CLOSE, TEXT, STOP], "stop", ("broken", "thinking although off")),
+    (False, [OPEN, TEXT], "length", ("broken", "thinking although off")),
+]
+
+
+@pytest.mark.parametrize(("thinking", "output_ids", "finish", "wanted"), VERDICTS)
+def test_the_content_is_judged_and_cuts_by_length_apart(
+    thinking: bool, output_ids: list[int], finish: str, wanted: tuple[str, str]
 ) -> None:
     row = {**GOOD, "output_ids": output_ids, "finish_reason": finish}
-    assert verdict(row, FAMILY) == wanted
+    assert verdict(row, FAMILY, thinking) == wanted
+
+
+def test_a_target_that_has_no_thinking_tokens_can_only_answer() -> None:
+    family = replace(FAMILY, think_open=None, think_close=None, prefilled=False)
+    row = {**GOOD, "output_ids": [TEXT, CLOSE, STOP]}
+    assert verdict(row, family, False) == ("sound", "not thinking")

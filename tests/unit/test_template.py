@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "prefilled": True,
         "tool_begin": ["<|tool_calls_section_begin|>", "<|tool_call_begin|>"],
         "tool_ids": KIMI_TOOLS,
+        "tool_end": ["<|tool_call_end|>", "<|tool_calls_section_end|>"],
         "stop_ids": ["<|im_end|>", "[EOS]"],
     },
     "qwen": {
@@ -152,6 +154,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "prefilled": False,
         "tool_begin": ["<tool_call>"],
         "tool_ids": ["<tool_call>", "</tool_call>"],
+        "tool_end": ["</tool_call>"],
         "stop_ids": ["<|im_end|>", "<|endoftext|>"],
     },
     "deepseek": {
@@ -162,6 +165,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
             *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
             *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
         ],
+        "tool_end": ["<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"],
         "stop_ids": ["<｜end▁of▁sentence｜>"],
     },
     "plain": {
@@ -170,6 +174,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "prefilled": False,
         "tool_begin": [],
         "tool_ids": [],
+        "tool_end": [],
         "stop_ids": ["</s>"],
     },
 }
@@ -192,6 +197,21 @@ def test_control_tokens_are_read_from_tokenizer_and_template(name: str, tmp_path
     blank = tokenizer.encode(" \n\n\t\r", add_special_tokens=False)
     assert found.blank_ids.issuperset(blank)
     assert found.blank_ids.isdisjoint(tokenizer.encode("a.<think>", add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    ("end", "eos"),
+    [("", ()), ("<tool_response>", ("<|im_end|>", "<tool_response>")), ("<tool_call>", ())],
+    ids=["none", "ends the answer too", "the same as the begin"],
+)
+def test_ends_of_tool_calls_that_prove_nothing_are_left_out(
+    end: str, eos: tuple[str, ...], tmp_path: Path
+) -> None:
+    text = QWEN.template.replace("\\n</tool_call>", end)
+    assert text != QWEN.template
+    target = replace(QWEN, template=text, generation_eos=eos or QWEN.generation_eos).save(tmp_path)
+    found = template.family(target)
+    assert found.tool_begin and not found.tool_end
 
 
 def test_nested_configs_are_read_as_vision_models_write_them(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from unit.fake_engine import (
+    BLANK,
     CLOSE,
     DATASET,
     FAMILY,
     STOP,
     TEXT,
     TOOL,
+    TOOL_END,
     FakeEngine,
     Site,
     thoughtful,
@@ -23,6 +25,7 @@ from unit.fake_engine import (
 
 from drafter import plan, validate
 from drafter.errors import DataError, RecipeError
+from drafter.identity import generation_identity
 from drafter.layout import file_record, read_json, read_section, write_section
 
 LENIENT = {"max_rejected_share": 1.0}
@@ -43,7 +46,7 @@ def row(i: int, output_ids: list[int] | None = None, **changes: Any) -> dict[str
 
 def say_origin(site: Site) -> None:
     """The rows were made with the recipe, says the manifest."""
-    section = {"identity": plan.generation_identity(site.recipe)}
+    section = {"identity": generation_identity(site.recipe)}
     write_section(site.prepared.manifest, "generate", section)
 
 
@@ -97,7 +100,9 @@ def test_what_generate_stored_is_accepted_as_prompt_then_output(tmp_path: Path) 
 
 CASES = [
     (row(1), None),
-    (row(1, [TEXT, TOOL, TEXT, STOP]), None),
+    (row(1, [TEXT, TOOL, TEXT, TOOL_END, STOP]), None),
+    (row(1, [TEXT, TOOL, TEXT, STOP]), "tool call not closed"),
+    (row(1, [TEXT, CLOSE, TOOL, TEXT], finish_reason="length"), None),
     (row(1, [TEXT, CLOSE, TEXT], finish_reason="length"), None),
     (row(1, [TEXT, CLOSE], finish_reason="length"), None),
     (row(1, [TEXT, TEXT], finish_reason="length"), "truncated in thinking"),
@@ -133,11 +138,16 @@ def test_rows_cut_by_length_can_be_refused_altogether(tmp_path: Path) -> None:
     assert counts["by_reason"] == {"cut by length": 1}
 
 
-def test_without_thinking_only_the_row_itself_is_judged(tmp_path: Path) -> None:
-    site = Site(tmp_path, thinking=False)
-    assert (
-        run(site, [row(0, [TEXT, STOP]), row(1, [TEXT], finish_reason="length")])["rejected"] == 0
-    )
+def test_without_thinking_the_answer_is_judged_and_no_thought_may_show_up(tmp_path: Path) -> None:
+    site = Site(tmp_path, thinking=False, rules=LENIENT)
+    bad = [row(2, [BLANK, STOP]), row(3, [CLOSE, TEXT, STOP]), row(4, [TOOL, TEXT, STOP])]
+    counts = run(site, [row(0, [TEXT, STOP]), row(1, [TEXT], finish_reason="length"), *bad])
+    assert counts["accepted"] == 2
+    assert counts["by_reason"] == {
+        "no answer": 1,
+        "thinking although off": 1,
+        "tool call not closed": 1,
+    }
 
 
 def test_of_duplicates_the_first_acceptable_one_is_kept(tmp_path: Path) -> None:
