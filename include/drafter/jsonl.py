@@ -7,15 +7,20 @@ is damage that no kill of ours produces, so nobody carries on over it silently.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import IO, Any, NamedTuple, Self
 
 import orjson
 
+from drafter import layout
 from drafter.errors import DataError, DrafterError
+
+MAX_LINE_BYTES = 64 << 20
+"""A longer line is damage, and is never held in memory. An answer of a million tokens has 7 MiB."""
 
 _BLOCK_BYTES = 1 << 20
 
@@ -29,11 +34,14 @@ class Line(NamedTuple):
     offset: int
     """Of its first byte."""
 
+    num_bytes: int
+    """Of it, the newline included."""
+
     value: Any
     """The parsed JSON; None when ``fault`` is set."""
 
     fault: str | None
-    """Why it is not JSON."""
+    """Why it is no row."""
 
     torn: bool
     """The last line, no object and without a newline: never completely written."""
@@ -45,11 +53,20 @@ def scan(path: Path) -> Iterator[Line]:
         return
     offset = 0
     with open(path, "rb", buffering=_BLOCK_BYTES) as file:
-        for number, raw in enumerate(file, start=1):
-            value, fault = _parse(raw)
+        read = functools.partial(file.readline, MAX_LINE_BYTES + 1)
+        for number, raw in enumerate(iter(read, b""), start=1):
+            num_bytes = len(raw)
+            if num_bytes > MAX_LINE_BYTES:
+                while raw and not raw.endswith(b"\n"):
+                    raw = file.readline(_BLOCK_BYTES)
+                    num_bytes += len(raw)
+                value = None
+                wrong: str | None = f"longer than {MAX_LINE_BYTES >> 20} MiB"
+            else:
+                value, wrong = _parse(raw)
             torn = not isinstance(value, dict) and not raw.endswith(b"\n")
-            yield Line(number, offset, value, fault, torn)
-            offset += len(raw)
+            yield Line(number, offset, num_bytes, value, wrong, torn)
+            offset += num_bytes
 
 
 def rows(path: Path) -> Iterator[Line]:
@@ -72,11 +89,21 @@ def row_at(path: Path, offset: int) -> Any:
         return orjson.loads(file.readline())
 
 
+def fault(line: Line) -> str | None:
+    """Why ``line`` is no row: not JSON, or not an object."""
+    if line.fault or isinstance(line.value, dict):
+        return line.fault
+    return f"{type(line.value).__name__} instead of an object"
+
+
 def damage(path: Path, line: Line) -> DataError:
-    what = line.fault or f"{type(line.value).__name__} instead of an object"
-    return DataError(
-        f"{path}:{line.number} is damaged ({what}): move that line to another file, then run again"
+    dataset = layout.repaired_as(path)
+    remedy = (
+        f"see what `drafter repair {dataset}` would set aside, then run again"
+        if dataset
+        else "move the file away, then run the phase that writes it"
     )
+    return DataError(f"{path}:{line.number} is damaged ({fault(line)}): {remedy}")
 
 
 class Appender:
@@ -138,30 +165,50 @@ class Appender:
         self.end = begin + written
 
     def _mend(self) -> int:
-        tail = self._tail()
-        if not tail:
+        begin = self._last_line()
+        num_bytes = self.end - begin
+        if not num_bytes:
             return 0
-        if isinstance(_parse(tail)[0], dict):
+        if num_bytes <= MAX_LINE_BYTES and isinstance(
+            _parse(os.pread(self._fd, num_bytes, begin))[0], dict
+        ):
             self._write(b"\n")
             return 0
         # Aside first, cut second: killed between the two, the line is set aside twice, never lost.
-        with open(self.path.with_name(f"{self.path.name}.torn"), "ab") as aside:
-            aside.write(tail + b"\n")
-            aside.flush()
-            os.fsync(aside.fileno())
-        self.end -= len(tail)
-        os.ftruncate(self._fd, self.end)
-        return len(tail)
+        set_aside(self.path, [(begin, num_bytes)], self.path.with_name(f"{self.path.name}.torn"))
+        self.end = begin
+        os.ftruncate(self._fd, begin)
+        return num_bytes
 
-    def _tail(self) -> bytes:
-        """What stands after the last newline."""
-        tail = b""
+    def _last_line(self) -> int:
+        """Where the line begins that has no newline yet; the end when there is none."""
         begin = self.end
-        while begin and b"\n" not in tail:
+        while begin:
             step = min(_BLOCK_BYTES, begin)
             begin -= step
-            tail = os.pread(self._fd, step, begin) + tail
-        return tail[tail.rfind(b"\n") + 1 :]
+            if (found := os.pread(self._fd, step, begin).rfind(b"\n")) >= 0:
+                return begin + found + 1
+        return 0
+
+
+def set_aside(path: Path, spans: Iterable[tuple[int, int]], aside: Path) -> None:
+    """Append ``spans`` (offset, bytes) of ``path`` to ``aside``, each as a line, and sync it."""
+    with open(path, "rb") as source, open(aside, "ab") as file:
+        for offset, num_bytes in spans:
+            source.seek(offset)
+            copy_bytes(source, file, num_bytes)
+            source.seek(offset + num_bytes - 1)
+            if source.read(1) != b"\n":
+                file.write(b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def copy_bytes(source: IO[bytes], target: IO[bytes], num_bytes: int) -> None:
+    """Copy up to ``num_bytes`` bytes, in blocks."""
+    while num_bytes and (block := source.read(min(num_bytes, _BLOCK_BYTES))):
+        target.write(block)
+        num_bytes -= len(block)
 
 
 def _parse(raw: bytes) -> tuple[Any, str | None]:

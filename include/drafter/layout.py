@@ -6,7 +6,7 @@
       prepared/<dataset>/
         .lock                      flock: one writer per dataset (supervisor, CLI, restart)
         prompts.jsonl              sample_id, messages, tools, source {id, row, revision}
-        prompt_ids.jsonl           derived: sample_id, input_ids
+        prompt_ids.jsonl           derived: sample_id, input_ids; retired: true where it is
         raw_responses.jsonl        append-only: sample_id, output_ids, prompt_tokens,
                                    completion_tokens, finish_reason ("stop" | "length")
         failed.jsonl               requests without a storable row: sample_id, class, reason
@@ -15,8 +15,11 @@
         tokenized_data.jsonl       sample_id, input_ids (prompt then output), prompt_tokens
         manifest.json              sections prepare, generate, validate
         *.torn                     last lines that a kill tore, set aside before the next append
+        *.damaged                  lines that `drafter repair` set aside
+        .rewrite/                  whole new files about to take their places: see drafter.rewrite
         archive/<run id>/          what restart and the canary (canary-N.jsonl) moved away;
-                                   <run id>.partial while it is being moved
+                                   discard-<time> and restart-<time> by hand;
+                                   <name>.partial while it is being filled
       hidden_states/<dataset>/     shard-00000.safetensors ...  manifest.json (section extract)
       drafter/<run>/               step-000500/  metrics.jsonl  evaluation/<dataset>.json
                                    evaluation/<dataset>.greedy.jsonl: the target's greedy answers
@@ -52,6 +55,8 @@ from drafter.errors import Busy, DataError
 
 ALL = "all"
 """The dataset name of jobs that span every dataset."""
+
+_GREEDY = ".greedy.jsonl"
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,10 @@ class Prepared:
     def manifest(self) -> Path:
         return self.root / "manifest.json"
 
+    @property
+    def rewrite(self) -> Path:
+        return self.root / ".rewrite"
+
     def archive(self, run_id: str) -> Path:
         return self.root / "archive" / slug(run_id)
 
@@ -136,7 +145,7 @@ class DrafterRun:
 
     def greedy(self, dataset: str) -> Path:
         """Greedy answers of the target to held-out prompts, kept so that none is paid for twice."""
-        return self.root / "evaluation" / f"{dataset}.greedy.jsonl"
+        return self.root / "evaluation" / f"{dataset}{_GREEDY}"
 
     def export(self, engine: str) -> Path:
         return self.root / "export" / engine
@@ -219,6 +228,9 @@ class Workspace:
     def drafter(self, run: str) -> DrafterRun:
         return DrafterRun(self.root / "drafter" / run)
 
+    def drafters(self) -> list[DrafterRun]:
+        return [DrafterRun(root) for root in sorted((self.root / "drafter").glob("*"))]
+
     @property
     def jobs(self) -> Path:
         return self.root / "jobs"
@@ -231,6 +243,16 @@ class Workspace:
         return (
             self.job(phase, ALL).root / ".lock" if dataset == ALL else self.prepared(dataset).lock
         )
+
+
+def repaired_as(path: Path) -> str | None:
+    """The dataset whose ``drafter repair`` looks at ``path``; None for what a phase writes anew."""
+    prepared = Prepared(path.parent)
+    if path in (prepared.prompts, prepared.responses, prepared.failed, prepared.sessions):
+        return path.parent.name
+    if path.name.endswith(_GREEDY):
+        return path.name.removesuffix(_GREEDY)
+    return None
 
 
 def slug(run_id: str) -> str:

@@ -8,15 +8,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from drafter.errors import DataError
+from drafter.errors import MEANING, DataError
 from drafter.jobs import job_dirs, live
 from drafter.layout import JobDir, Prepared, Workspace, file_record, read_json
+from drafter.terminal import duration, one_line, table
 
 SHOWN = ("counts", "stop_reason", "token_budget", "files")
 """Keys of a manifest section that travel."""
 
 VERIFIED = ("generate", "validate")
 """Sections whose files are looked at."""
+
+SECTIONS = ("prepare", "generate", "validate", "extract")
+"""Of a dataset's manifests, in the order in which they come to be."""
+
+COLUMNS = (
+    "dataset", "state", "prompts", "responses", "tokens", "tokens/s", "in flight", "ETA", "failed",
+    "stop reason",
+)  # fmt: skip
 
 
 def read_status(
@@ -43,6 +52,76 @@ def read_status(
             if dataset in (None, name)
         },
     }
+
+
+def as_table(status: dict[str, Any]) -> str:
+    """:func:`read_status` for people: a line per dataset, "all" for jobs over every dataset; below
+    it the files that were verified and are not as their phases left them."""
+    by_dataset: dict[str, dict[str, Any]] = {name: {} for name in status["datasets"]}
+    for phase, jobs in status["jobs"].items():
+        for name, job in jobs.items():
+            by_dataset.setdefault(name, {})[phase] = job
+    lines = table(
+        COLUMNS,
+        (
+            _line(name, by_dataset[name], status["datasets"].get(name, {}))
+            for name in sorted(by_dataset)
+        ),
+    )
+    verified = {
+        f"{name}/{file}": verdict
+        for name, sections in status["datasets"].items()
+        for file, verdict in sections.get("verified", {}).items()
+    }
+    if not verified:
+        return lines
+    spoilt = [f"{file}: {verdict}" for file, verdict in verified.items() if verdict != "ok"]
+    return "\n".join([lines, *(spoilt or [f"{len(verified)} files as their phases left them"])])
+
+
+def _line(name: str, jobs: dict[str, Any], sections: dict[str, Any]) -> list[str]:
+    section = sections.get("generate", {})
+    generate = jobs.get("generate") or {}
+    # What a job reports is newer than what the last one that finished left.
+    progress = generate.get("progress") or {}
+    numbers = {**section, **section.get("counts", {}), **progress}
+    tokens, budget = numbers.get("completion_tokens"), numbers.get("token_budget")
+    of = "" if tokens is None or budget is None else f" of {budget:,}"
+    running = progress if generate.get("alive") else {}
+    failed = numbers.get("failed")
+    prepared = sections.get("prepare", {}).get("counts", {}).get("prompts")
+    eta_s = running.get("eta_s")
+    return [
+        one_line(name),
+        _state(jobs, sections),
+        _number(numbers.get("prompts", prepared)),
+        _number(numbers.get("responses")),
+        _number(tokens) + of,
+        _number(running.get("tokens_per_s")),
+        _number(running.get("in_flight")),
+        "" if eta_s is None else duration(eta_s),
+        _number(sum(failed.values()) if failed else None),
+        "" if running else str(numbers.get("stop_reason", "")),
+    ]
+
+
+def _state(jobs: dict[str, Any], sections: dict[str, Any]) -> str:
+    """The job that runs, else the last one if it failed, else the last phase that is done."""
+    for phase, job in jobs.items():
+        if job["alive"]:
+            return f"{phase} {(job['state'] or {}).get('state', 'starting')}"
+    ended = {phase: job["exit"] for phase, job in jobs.items() if job["exit"]}
+    if ended:
+        phase = max(ended, key=lambda phase: ended[phase].get("ended", 0))
+        code = ended[phase].get("code")
+        said = MEANING.get(code, "failed unexpectedly")
+        return f"{phase} {said}" + (f" ({code})" if code else "")
+    done = [section for section in SECTIONS if section in sections]
+    return f"{done[-1]} done" if done else ""
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
 
 
 def _names(workspace: Workspace) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from drafter import jsonl
 from drafter.errors import DataError, DrafterError
 from drafter.jsonl import Appender, row_at, rows, scan
 
@@ -80,6 +81,50 @@ def test_damage_with_a_newline_names_file_and_line(bad: bytes, tmp_path: Path) -
     with pytest.raises(DataError, match=r"a\.jsonl:2 is damaged"):
         list(rows(path))
     assert [isinstance(line.value, dict) for line in scan(path)] == [True, False, True]
+
+
+@pytest.mark.parametrize("size", [999, 1000, 1001, 20_000_000])
+def test_a_line_longer_than_the_limit_is_damage_and_skipped_in_blocks(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1000)
+    path = tmp_path / "a.jsonl"
+    long = b'{"a":"' + b"x" * (size - 9) + b'"}\n'
+    path.write_bytes(LINE + long + LINE)
+    if size <= 1000:
+        assert len(list(rows(path))) == 3
+        return
+    with pytest.raises(DataError, match=r"a\.jsonl:2 is damaged \(longer than"):
+        list(rows(path))
+    tracemalloc.start()
+    try:
+        assert [(line.offset, line.num_bytes) for line in scan(path)] == [
+            (0, len(LINE)),
+            (len(LINE), size),
+            (len(LINE) + size, len(LINE)),
+        ]
+        assert tracemalloc.get_traced_memory()[1] < 6_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_torn_line_longer_than_the_limit_is_set_aside_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1000)
+    path = tmp_path / "a.jsonl"
+    torn = b'{"a":"' + b"x" * 20_000_000
+    path.write_bytes(LINE + torn)
+    assert [line.torn for line in scan(path)] == [False, True]
+    tracemalloc.start()
+    try:
+        with Appender(path) as file:
+            assert file.torn_bytes == len(torn)
+        assert tracemalloc.get_traced_memory()[1] < 3_500_000
+    finally:
+        tracemalloc.stop()
+    assert path.read_bytes() == LINE
+    assert path.with_name("a.jsonl.torn").read_bytes() == torn + b"\n"
 
 
 def test_a_full_disk_is_one_sentence_and_takes_the_half_written_row_back(tmp_path: Path) -> None:

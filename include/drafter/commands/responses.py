@@ -1,0 +1,166 @@
+"""show, repair, discard, restart: a person's eye and hand on a dataset's answers. What changes
+files shows first and needs ``--yes``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from drafter.commands import Add, prepared_of, recipe_of, workspace_of
+from drafter.errors import DataError
+from drafter.layout import locked
+
+_ADD_YES = "nothing is changed yet: add --yes to do it"
+
+
+def add_to(add: Add) -> None:
+    show = add("show", _show, "samples as a person reads them")
+    show.add_argument("dataset")
+    which = show.add_mutually_exclusive_group()
+    which.add_argument("--sample", metavar="ID")
+    which.add_argument("--random", type=_count, metavar="N")
+    which.add_argument("--last", type=_count, metavar="N", default=3, help="default: 3")
+    show.add_argument("--rejected", action="store_true", help="of those that validate refused")
+    show.add_argument("--full", action="store_true", help="long texts whole")
+
+    repair = add("repair", _repair, "set damaged lines of a dataset's files aside")
+    repair.add_argument("dataset")
+    repair.add_argument("--yes", action="store_true", help="do it, not only show it")
+
+    discard = add("discard", _discard, "move answers of a session, or since a time, to archive/")
+    discard.add_argument("dataset")
+    which = discard.add_mutually_exclusive_group(required=True)
+    which.add_argument("--session", help="number of the job start from 1, or its start_id")
+    which.add_argument("--since", type=_moment, help="ISO time (UTC if it does not say), or Unix")
+    discard.add_argument("--yes", action="store_true", help="do it, not only show it")
+
+    restart = add("restart", _restart, "move all answers of a dataset to archive/")
+    restart.add_argument("dataset")
+    restart.add_argument("--yes", action="store_true", help="do it, not only show it")
+
+
+def _count(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise ValueError
+    return count
+
+
+def _moment(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+# argparse names what it could not read after the function that reads it.
+_count.__name__, _moment.__name__ = "count", "time"
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from drafter import template
+    from drafter.show import ELIDED_AT, Choice, Reader, find, render
+    from drafter.terminal import colours, painter
+
+    workspace = workspace_of(arguments)
+    prepared, target = prepared_of(workspace, arguments.dataset), recipe_of(workspace).target
+    choice = Choice(arguments.sample, arguments.random, arguments.last, arguments.rejected)
+    samples, notes = find(prepared, choice)
+    paint = painter(colours(sys.stdout))
+    if samples:
+        path = Path(target.path)
+        reader = Reader(template.load_tokenizer(path), template.family(path), target)
+        for sample in samples:
+            print(render(sample, reader, paint, None if arguments.full else ELIDED_AT), end="\n\n")
+    else:
+        print(f"{arguments.dataset}: no such responses")
+    for note in notes:
+        print(paint(note, "yellow"))
+    return 0
+
+
+def _repair(arguments: argparse.Namespace) -> int:
+    from drafter import repair, rewrite
+
+    workspace = workspace_of(arguments)
+    prepared = prepared_of(workspace, arguments.dataset)
+    if not arguments.yes:
+        found = list(repair.examine(workspace, prepared))
+        for line in repair.report(found):
+            print(line)
+        if found:
+            raise DataError(
+                f"{arguments.dataset}: {repair.counts(found)} damaged: `drafter repair"
+                f" {arguments.dataset} --yes` moves these lines to files named *.damaged"
+            )
+        print(f"{arguments.dataset}: nothing is damaged")
+        return 0
+    with locked(prepared.lock):
+        rewrite.finish(prepared)
+        found = list(repair.examine(workspace, prepared))
+        for line in repair.report(found):
+            print(line)
+        if found:
+            repair.set_aside(prepared, found)
+            print(f"{arguments.dataset}: set aside {repair.counts(found)}, in *.damaged beside it")
+        else:
+            print(f"{arguments.dataset}: nothing is damaged")
+    return 0
+
+
+def _discard(arguments: argparse.Namespace) -> int:
+    from drafter import discard, rewrite
+    from drafter.plan import count_lines
+    from drafter.terminal import utc
+
+    prepared = prepared_of(workspace_of(arguments), arguments.dataset)
+
+    def select() -> discard.Selection:
+        found = (
+            discard.since(prepared, arguments.since)
+            if arguments.session is None
+            else discard.by_session(prepared, arguments.session)
+        )
+        print(
+            f"{arguments.dataset}: {found.num_rows:,} answers with {found.num_tokens:,} tokens,"
+            f" stored from {utc(found.earliest)} to {utc(found.latest)}, and"
+            f" {count_lines(prepared.failed):,} failures (they carry no time:"
+            " their prompts are asked again)"
+        )
+        return found
+
+    if not arguments.yes:
+        select()
+        print(_ADD_YES)
+        return 0
+    with locked(prepared.lock):
+        if rewrite.finish(prepared):
+            print(f"{arguments.dataset}: finished what a killed command had begun")
+        selection = select()
+        if selection.num_rows:
+            print(f"{arguments.dataset}: they are now in {discard.apply(prepared, selection)}")
+        else:
+            print(f"{arguments.dataset}: nothing to discard")
+    return 0
+
+
+def _restart(arguments: argparse.Namespace) -> int:
+    from drafter import discard, rewrite
+
+    prepared = prepared_of(workspace_of(arguments), arguments.dataset)
+    num_rows, num_tokens, num_failed = discard.count(prepared)
+    print(
+        f"{arguments.dataset}: {num_rows:,} answers with {num_tokens:,} tokens and"
+        f" {num_failed:,} failures move to archive/"
+    )
+    if not arguments.yes:
+        print(_ADD_YES)
+        return 0
+    with locked(prepared.lock):
+        rewrite.finish(prepared)
+        archive = discard.restart(prepared)
+    told = f"they are now in {archive}" if archive else "nothing to move"
+    print(f"{arguments.dataset}: {told}")
+    return 0
