@@ -1,11 +1,12 @@
 """# Generate: prompts in, token ids out
 
-Deploys the code by hash, checks the host, prepares all prompts once, shows the **plan**, then lets
+Deploys the code by hash, shows the **plan**, checks the host, prepares all prompts once, then lets
 the engine answer each dataset's prompts up to its token budget. One mapped task per dataset: clear
 a failed one and only that one runs again, resuming from the rows it already has.
 
 * **datasets**: which ones; the plan line of each says what will happen.
-* **mode**: `resume` keeps every stored row; `restart` moves them to `archive/<run id>` first.
+* **mode**: `resume` keeps every stored row; `restart` moves them to `archive/<run id>` first;
+  `adopt` checks and keeps rows that an older run left in the workspace without a manifest.
 * **token_budget**: completion tokens per dataset, instead of the recipe's.
 * **plan_only**: stop after the plan.
 """
@@ -60,4 +61,4 @@ with DAG(
         asset=generated_asset(RECIPE),
     ).expand(dataset=plan.output)
 
-    deploy >> doctor >> prepare >> plan >> generate
+    deploy >> plan >> doctor >> prepare >> generate

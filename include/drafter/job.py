@@ -7,7 +7,7 @@
     start_id         one per start; an exit record with another start_id is somebody else's
     what             sha256 of what is to be done: phase, dataset, recipe section, run id on restart
     code             sha256 of the deployed package
-    run_id, mode     Airflow run and "resume" | "restart"
+    run_id, mode     Airflow run and "resume" | "restart" | "adopt"
     token_budget     overrides the dataset's, or null
     in_flight        this job's share of the engine
     recipe           the resolved recipe
@@ -21,9 +21,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from drafter.layout import JobDir, Workspace, read_json, write_json
+from drafter.plan import Mode
 from drafter.recipe import Recipe, parse_recipe
 
 
@@ -38,7 +39,7 @@ class Job:
     start_id: str
     code: str
     run_id: str
-    mode: Literal["resume", "restart"]
+    mode: Mode
     token_budget: int | None
     in_flight: int
 

@@ -8,12 +8,12 @@ standard library only.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from drafter.errors import DataError, RecipeError
+from drafter.identity import generation_identity, target_identity
 from drafter.layout import ALL, Prepared, Workspace, digest, file_record, read_json, read_section
 from drafter.recipe import Recipe
 
@@ -21,17 +21,12 @@ PER_DATASET = ("generate", "validate", "extract", "evaluate")
 OVER_ALL = ("prepare", "train", "export")
 PHASES = PER_DATASET + OVER_ALL
 
-TOKENIZER_FILES = (
-    "*token*",
-    "vocab*",
-    "merges*",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "*.py",
-)
-"""What decides a tokenizer's behaviour, as found in public checkpoints: slow, fast and tiktoken,
-templates, and the code beside them (Kimi-K2.5 declares tools in Python)."""
+Mode = Literal["resume", "restart", "adopt"]
+"""What to do with rows that are there: go on; move them away first; go on, and take over rows of an
+older run without a manifest."""
+
+MODES: tuple[str, ...] = get_args(Mode)
+Action = Literal["done", "start", "resume", "restart", "wait", "adopt", "refuse"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Plan:
 
     phase: str
     dataset: str
-    action: Literal["done", "start", "resume", "restart", "wait"]
+    action: Action
     reason: str
     counts: dict[str, Any]
 
@@ -62,7 +57,7 @@ def decide(
     section = read_phase(phase, dataset, workspace, recipe)
     counts = section["counts"] if section else {}
 
-    def plan(action: Literal["done", "start", "resume", "restart", "wait"], reason: str) -> Plan:
+    def plan(action: Action, reason: str) -> Plan:
         return Plan(phase, dataset, action, reason, counts)
 
     try:
@@ -222,32 +217,6 @@ def changed_prompts(workspace: Workspace, recipe: Recipe) -> list[str]:
 def run_name(workspace: Workspace, recipe: Recipe) -> str:
     """Name of the training run over what is extracted now: another set is another run."""
     return digest(inputs("train", ALL, workspace, recipe))[:12]
-
-
-def target_identity(recipe: Recipe) -> dict[str, Any]:
-    """What must stay the same under stored ids: revision, tokenizer and template, thinking."""
-    return {
-        "revision": recipe.target.revision,
-        "tokenizer": tokenizer_sha256(Path(recipe.target.path)),
-        "thinking": recipe.target.thinking,
-    }
-
-
-def generation_identity(recipe: Recipe) -> dict[str, Any]:
-    """What must stay the same over all responses of a dataset."""
-    sampling = recipe.generate.model_dump(include={"temperature", "top_p", "max_new_tokens"})
-    return {**target_identity(recipe), **sampling}
-
-
-def tokenizer_sha256(target: Path) -> str:
-    """One hash over names and bytes of the files that decide a tokenizer. RecipeError if none."""
-    files = sorted({file for pattern in TOKENIZER_FILES for file in target.glob(pattern)})
-    if not files:
-        raise RecipeError(f"no tokenizer in {target}: correct target.path, a path on the GPU host")
-    total = hashlib.sha256()
-    for file in files:
-        total.update(f"{file.name}\0{file_record(file)['sha256']}\n".encode())
-    return total.hexdigest()
 
 
 def count_lines(path: Path) -> int:

@@ -5,6 +5,10 @@ first dataset of the recipe keeps one, whatever the order of the rows. Contents 
 or white space only count as one. What is left is ordered by sha256(seed, sample id), so that a
 shuffled source gives the same prompts; those above ``max_prompt_tokens`` are dropped, then
 ``max_samples`` are taken. Every row is accounted for: source_rows = prompts + sum(dropped).
+
+Prompts that are there already, without a manifest, are somebody else's. Mode "adopt" keeps them
+when they and their responses pass drafter.adoption; "restart" keeps them too, since the responses
+move away; otherwise a dataset with responses is left alone and prompts without are archived.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import shutil
 import struct
 import tempfile
 import time
@@ -23,8 +28,9 @@ from typing import Any
 
 import orjson
 
-from drafter import layout, plan, prompts, sessions, template
+from drafter import adoption, layout, plan, prompts, sessions, template
 from drafter.errors import DataError, RecipeError
+from drafter.identity import target_identity
 from drafter.job import Job
 from drafter.layout import ALL, Prepared
 from drafter.recipe import Dataset
@@ -69,7 +75,7 @@ def run(job: Job) -> None:
     if before and before["inputs"] == inputs and intact:
         job.report(done=True, changed=False, line="the prompts are up to date")
         return
-    identity = {"target": recipe.target.path, **plan.target_identity(recipe)}
+    identity = {"target": recipe.target.path, **target_identity(recipe)}
     if job.mode != "restart":
         for name in recipe.dataset_names:
             _refuse_another_identity(name, workspace.prepared(name), identity)
@@ -89,14 +95,28 @@ def run(job: Job) -> None:
                 continue
             with layout.locked(prepared.lock):
                 layout.clear_partial(prepared.root)
-                num_retired = prompts.write(prepared, selected, spool, render)
+                unknown = adoption.has_unknown_prompts(prepared)
+                if unknown and not _may_touch(job, prepared, render):
+                    continue
+                written = prompts.write(
+                    prepared,
+                    selected,
+                    spool,
+                    render,
+                    adopt=unknown and job.mode != "resume",
+                    max_samples=source.max_samples,
+                )
+                if written.surplus:
+                    tally.prompts -= written.surplus
+                    tally.dropped["beyond max_samples"] += written.surplus
                 section = {
                     "inputs": inputs,
                     "identity": identity,
                     "counts": {
                         "source_rows": tally.source_rows,
                         "prompts": tally.prompts,
-                        "retired": num_retired,
+                        "retired": written.retired,
+                        "adopted": written.adopted,
                         "dropped": dict(tally.dropped),
                     },
                     "files": {
@@ -108,9 +128,27 @@ def run(job: Job) -> None:
     _finish(job, tallies, changed)
 
 
-def sample_id(dataset: str, content_sha256: str) -> str:
-    """By the content {messages, tools} as canonical JSON, so that no shuffle or limit moves it."""
-    return f"{dataset}-{content_sha256[:16]}"
+def _may_touch(job: Job, prepared: Prepared, render: prompts.Render) -> bool:
+    """May prompts without a manifest be kept or replaced? Says why not."""
+    name, target = prepared.root.name, Path(job.recipe.target.path)
+    if job.mode == "adopt":
+        try:
+            adoption.check(prepared, job.recipe, render, template.family(target))
+        except DataError as error:
+            print(f"{name}: refused, nothing is touched: {error}", flush=True)
+            return False
+    elif job.mode == "restart":
+        for _ in adoption.checked_prompts(prepared):
+            pass
+    elif prompts.has_responses(prepared):
+        print(f"{name}: left alone, {adoption.UNKNOWN}", flush=True)
+        return False
+    else:
+        kept = prepared.archive(job.run_id) / prepared.prompts.name
+        if not kept.exists():
+            with layout.whole_file(kept) as partial:
+                shutil.copyfile(prepared.prompts, partial)
+    return True
 
 
 def _refuse_another_identity(name: str, prepared: Prepared, identity: dict[str, Any]) -> None:
@@ -164,7 +202,7 @@ def _deduplicated(keys: list[bytes], tallies: dict[str, Tally]) -> dict[str, lis
     for _, alike in itertools.groupby(keys, key=lambda key: key[:16]):
         best, *others = alike
         _, first, winner, offset = _KEY.unpack(best)
-        kept[names[first]].append((sample_id(names[first], winner.hex()), offset))
+        kept[names[first]].append((prompts.sample_id(names[first], winner.hex()), offset))
         for key in others:
             _, rank, whole, _ = _KEY.unpack(key)
             reason = "duplicate" if whole == winner else "near duplicate"

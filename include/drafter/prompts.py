@@ -2,8 +2,12 @@
 
 Once there are responses, prompts keep their order: new ids are appended, and vanished ones stay in
 prompts.jsonl with ``retired: true``. A retired prompt stays in prompt_ids.jsonl if it has a
-response (its paid-for row must remain valid) and leaves it if it has none (it must not be answered
-any more).
+response (its paid-for row must remain valid), marked there too, so that it is not answered again
+if that row goes; it leaves it if it has none.
+
+Prompts of an adopted workspace (``adopted: true``, see drafter.adoption) are never retired: they
+stay as they are, under the ids they have, and a prompt of the recipe with the same content is taken
+to be the same prompt.
 """
 
 from __future__ import annotations
@@ -12,26 +16,47 @@ import filecmp
 import shutil
 import tempfile
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drafter import jsonl, layout
-from drafter.layout import Prepared
+from drafter.layout import Prepared, digest
 from drafter.sources.prompt import Prompt
 from drafter.spool import Spool, json_line
 
 Render = Callable[[Prompt], list[int]]
 
 
-def write(prepared: Prepared, selected: dict[str, int], spool: Spool, render: Render) -> int:
-    """Bring both files up to date, touching neither when its bytes stay; the number retired.
+class Written(NamedTuple):
+    retired: int
+    adopted: int
+    surplus: int
+    """Of ``selected``, left out because adopted prompts fill ``max_samples``."""
 
-    ``selected`` maps sample ids, in their order, to the offset of their two lines in ``spool``. The
-    caller holds the dataset's lock. Raises DataError naming file and line for a damaged
-    prompts.jsonl.
+
+def sample_id(dataset: str, content_sha256: str) -> str:
+    """By the content {messages, tools} as canonical JSON, so that no shuffle or limit moves it."""
+    return f"{dataset}-{content_sha256[:16]}"
+
+
+def write(
+    prepared: Prepared,
+    selected: dict[str, int],
+    spool: Spool,
+    render: Render,
+    *,
+    adopt: bool = False,
+    max_samples: int | None = None,
+) -> Written:
+    """Bring both files up to date, touching neither when its bytes stay.
+
+    ``selected`` maps sample ids, in their order, to the offset of their two lines in ``spool``.
+    With ``adopt`` every prompt that is there is marked as adopted. The caller holds the dataset's
+    lock. Raises DataError naming file and line for a damaged prompts.jsonl.
     """
     left = dict(selected)
-    num_retired = 0
+    num_retired = num_adopted = 0
     with (
         _partial(prepared.prompts) as prompts,
         _partial(prepared.prompt_ids) as prompt_ids,
@@ -42,7 +67,7 @@ def write(prepared: Prepared, selected: dict[str, int], spool: Spool, render: Re
             prompts.write(prompt)
             prompt_ids.write(ids)
 
-        if has_responses(prepared):
+        if adopt or has_responses(prepared) or _has_adopted(prepared):
             answered = _answered(prepared.responses)
             for line in jsonl.rows(prepared.prompts):
                 row = line.value
@@ -50,6 +75,15 @@ def write(prepared: Prepared, selected: dict[str, int], spool: Spool, render: Re
                     fault = "a prompt needs sample_id and messages"
                     raise jsonl.damage(prepared.prompts, line._replace(fault=fault))
                 identity = row["sample_id"]
+                if adopt or row.get("adopted"):
+                    num_adopted += 1
+                    prompt = Prompt(row["messages"], row.get("tools"))
+                    left.pop(sample_id(prepared.root.name, digest(prompt.content)), None)
+                    prompts.write(json_line({**row, "adopted": True}))
+                    prompt_ids.write(
+                        json_line({"sample_id": identity, "input_ids": render(prompt)})
+                    )
+                    continue
                 if identity in left:
                     put(left.pop(identity))
                     continue
@@ -57,16 +91,26 @@ def write(prepared: Prepared, selected: dict[str, int], spool: Spool, render: Re
                 prompts.write(json_line({**row, "retired": True}))
                 if identity in answered:
                     ids = render(Prompt(row["messages"], row.get("tools")))
-                    prompt_ids.write(json_line({"sample_id": identity, "input_ids": ids}))
-        for offset in left.values():
+                    kept = {"sample_id": identity, "input_ids": ids, "retired": True}
+                    prompt_ids.write(json_line(kept))
+        room = len(left)
+        if num_adopted and max_samples is not None:
+            room = max(max_samples - num_adopted, 0)
+        for offset in islice(left.values(), room):
             put(offset)
         _replace(prepared.prompts, prompts)
         _replace(prepared.prompt_ids, prompt_ids)
-    return num_retired
+    return Written(num_retired, num_adopted, max(len(left) - room, 0))
 
 
 def has_responses(prepared: Prepared) -> bool:
     return prepared.responses.exists() and prepared.responses.stat().st_size > 0
+
+
+def _has_adopted(prepared: Prepared) -> bool:
+    """Adopted prompts stand first and all together."""
+    first = next(iter(jsonl.scan(prepared.prompts)), None)
+    return first is not None and isinstance(first.value, dict) and bool(first.value.get("adopted"))
 
 
 def _answered(responses: Path) -> set[str]:

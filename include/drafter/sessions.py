@@ -2,10 +2,12 @@
 
 ``sessions.jsonl`` gets one line per job start::
 
-    time, offset (of raw_responses.jsonl), start_id, run_id, code, identity, engine {urls, context,
-    model_info}
+    time, offset (of raw_responses.jsonl), start_id, run_id, code, identity, engine {kind, urls,
+    context, model, model_info, down}
 
 and then a mark ``{time, offset}`` each minute, so that rows can be traced to a session or a time.
+Rows that an older run left and this project took over (drafter.adoption) are a session too, with
+``adopted: {responses, completion_tokens}`` in place of the engine.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ class Sessions:
         self._lines = Appender(path)
 
     def start(
-        self, job: Job, offset: int, identity: dict[str, Any], engine: dict[str, Any]
+        self, job: Job, offset: int, identity: dict[str, Any], **made_by: dict[str, Any]
     ) -> None:
+        """``made_by``: ``engine`` or ``adopted``."""
         self._lines.append(
             {
                 "time": time.time(),
@@ -47,7 +50,7 @@ class Sessions:
                 "run_id": job.run_id,
                 "code": job.code,
                 "identity": identity,
-                "engine": engine,
+                **made_by,
             }
         )
 
@@ -90,7 +93,7 @@ def refuse_other_identity(prepared: Prepared, identity: dict[str, Any]) -> None:
     if not known:
         raise RecipeError(
             f"{prepared.responses} holds responses, and nothing says what they were made with:"
-            f" {ways_out}"
+            f" trigger generate with mode adopt to check and keep them, {ways_out}"
         )
     for stored in known:
         differing = sorted(key for key in identity if identity[key] != stored.get(key))

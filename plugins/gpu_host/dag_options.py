@@ -7,6 +7,7 @@ from typing import Any
 
 from airflow.sdk import Asset, Param
 
+from drafter.plan import MODES
 from drafter.recipe import Recipe
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -54,8 +55,9 @@ def generate_params(recipe: Recipe) -> dict[str, Param]:
         "mode": Param(
             "resume",
             type="string",
-            enum=["resume", "restart"],
-            description="resume keeps every stored row; restart moves them to archive/ first.",
+            enum=list(MODES),
+            description="resume keeps every stored row; restart moves them to archive/ first;"
+            " adopt checks and keeps what an older run left without a manifest.",
         ),
         "token_budget": Param(
             None,

@@ -15,6 +15,7 @@ from airflow.sdk import Asset, AssetAlias, BaseOperator
 from drafter.code import code_hash
 from drafter.errors import MEANING, DrafterError, RecipeError, Stopped
 from drafter.layout import ALL, JobDir, Workspace, digest
+from drafter.plan import MODES
 from drafter.recipe import Recipe
 from gpu_host.commands import failure, output_of
 from gpu_host.deploy import PACKAGE
@@ -168,8 +169,8 @@ class PhaseOperator(BaseOperator):
 
     def _spec(self, context: Any) -> dict[str, Any]:
         """job.json without its start id; see drafter.job."""
-        if self.mode not in ("resume", "restart"):
-            raise RecipeError(f"mode is {self.mode!r}: it is resume or restart")
+        if self.mode not in MODES:
+            raise RecipeError(f"mode is {self.mode!r}: it is one of {', '.join(MODES)}")
         if self.dataset != ALL:
             self.recipe.dataset(self.dataset)
         host, run_id = self.recipe.host, context["run_id"]

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from airflow.sdk import Asset, BaseOperator
-from airflow.sdk.exceptions import AirflowSkipException
+from airflow.sdk.exceptions import AirflowSkipException, DownstreamTasksSkipped
 
 from drafter.layout import ALL
 from drafter.plan import OVER_ALL
@@ -25,8 +25,7 @@ class PlanOperator(BaseOperator):
 
     A run that was started by events of single datasets maps over those; any other run over the
     ``datasets`` of its trigger form, or over all; a phase over all datasets is mapped once, as
-    "all". With ``plan_only`` nothing is mapped, so nothing runs. The plan itself is the XCom
-    ``plan``.
+    "all". With ``plan_only`` everything after it is skipped. The plan itself is the XCom ``plan``.
     """
 
     template_fields = ("code",)
@@ -53,7 +52,8 @@ class PlanOperator(BaseOperator):
         context["ti"].xcom_push(key="plan", value=json.loads(last))
         if params["plan_only"]:
             self.log.info("plan_only is set: nothing is started")
-            return []
+            context["ti"].xcom_push(key="return_value", value=[])
+            raise DownstreamTasksSkipped(tasks=sorted(self.downstream_task_ids))
         return names
 
     def hook(self) -> GpuHostHook:

@@ -11,8 +11,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAFTER = ROOT / "include" / "drafter"
-LIGHT = {"recipe", "layout", "errors", "plan", "status", "code"}
-STANDARD_LIBRARY_ONLY = {"errors", "layout", "status", "supervisor", "processes", "jobs", "code"}
+LIGHT = {"recipe", "layout", "errors", "identity", "plan", "status", "code"}
+STANDARD_LIBRARY_ONLY = {
+    "errors", "layout", "status", "supervisor", "processes", "jobs", "code", "terminal",
+}  # fmt: skip
 PHASES = {"prepare", "generate", "validate", "extract", "train", "evaluate", "export"}
 
 

@@ -106,7 +106,7 @@ def test_the_form_is_a_schema_that_refuses_what_is_wrong(parsed: Any) -> None:
     params = parsed["dags"]["generate"]["params"]
     assert set(params) == {"datasets", "mode", "token_budget", "plan_only"}
     assert len(params["datasets"]["items"]["enum"]) == 8
-    assert params["mode"]["enum"] == ["resume", "restart"]
+    assert params["mode"]["enum"] == ["resume", "restart", "adopt"]
     assert params["token_budget"]["minimum"] == 1
 
 

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +23,7 @@ from unit.fake_engine import (
 
 from drafter import plan
 from drafter.errors import DataError, RecipeError
-from drafter.layout import read_json
-
-CHILD = """
-import sys
-from pathlib import Path
-from drafter.generate import generate
-from drafter.job import load_job
-from unit.fake_engine import FAMILY
-generate(load_job(Path(sys.argv[1])), FAMILY)
-"""
+from drafter.layout import file_record, read_json, write_section
 
 
 def test_every_prompt_is_answered_once_and_the_manifest_says_so(tmp_path: Path) -> None:
@@ -78,51 +63,6 @@ def test_no_prompts_is_a_finished_dataset(tmp_path: Path) -> None:
     section = generated(Site(tmp_path, num_prompts=0))
     assert section["stop_reason"] == "prompts exhausted"
     assert section["counts"]["responses"] == 0
-
-
-def test_killed_at_any_moment_and_resumed_nothing_is_missing_or_twice(tmp_path: Path) -> None:
-    dice = random.Random(1)
-
-    def slow(request: dict[str, Any], number: int, again: int) -> Reply:
-        return Reply(body=sound(request, number, again).body, delay_s=dice.uniform(0.005, 0.08))
-
-    with FakeEngine(slow) as engine:
-        site = Site(tmp_path, num_prompts=700, urls=(engine.url,), in_flight=24)
-        site.job()
-        kills, last_size = 0, -1
-        while kills < 5:
-            child = start_child(site)
-            # The first row of this start, then a random moment.
-            while size(site) <= max(last_size, 0) and child.poll() is None:
-                time.sleep(0.005)
-            time.sleep(dice.uniform(0, 0.15))
-            child.send_signal(signal.SIGKILL)
-            if child.wait() == 0:
-                break
-            kills, last_size = kills + 1, size(site)
-        assert kills >= 3
-        assert start_child(site).wait() == 0
-    assert_complete(site, 700)
-    assert len(engine.requests) <= 700 + kills * 24
-    assert [line["start_id"] for line in site.read(site.prepared.sessions)] == ["start"] * (
-        kills + 1
-    )
-
-
-def start_child(site: Site) -> subprocess.Popen[bytes]:
-    tests = Path(__file__).parents[1]
-    path = os.pathsep.join([str(tests), str(tests.parent / "include")])
-    job = site.job().dir.root
-    return subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(job)],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.DEVNULL,
-    )
-
-
-def size(site: Site) -> int:
-    path = site.prepared.responses
-    return path.stat().st_size if path.exists() else -1
 
 
 def test_holes_of_a_killed_run_are_answered_first(tmp_path: Path) -> None:
@@ -320,3 +260,15 @@ def test_an_engine_of_another_model_is_refused_before_anything_is_sent(tmp_path:
         with pytest.raises(RecipeError, match=r"serves /models/other, the recipe's target is"):
             generated(site)
     assert not engine.requests
+
+
+def test_a_retired_prompt_is_not_asked_again_when_its_row_has_gone(tmp_path: Path) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, num_prompts=3, urls=(engine.url,))
+        prompts = [{"sample_id": f"{DATASET}-{i}", "input_ids": [TEXT, i]} for i in range(3)]
+        site.write(site.prepared.prompt_ids, [{**prompts[0], "retired": True}, *prompts[1:]])
+        section = {**read_json(site.prepared.manifest)["prepare"]}
+        section["files"] = {site.prepared.prompt_ids.name: file_record(site.prepared.prompt_ids)}
+        write_section(site.prepared.manifest, "prepare", section)
+        generated(site)
+    assert [row["sample_id"] for row in site.responses()] == [f"{DATASET}-1", f"{DATASET}-2"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from airflow.sdk import Asset
-from airflow.sdk.exceptions import AirflowSkipException
+from airflow.sdk.exceptions import AirflowSkipException, DownstreamTasksSkipped
 from unit.fake_host import FakeHost
 
 from drafter.recipe import Recipe, parse_recipe
@@ -94,9 +94,11 @@ def test_an_event_over_all_datasets_maps_all() -> None:
     assert plan(FakeHost(PLAN)).execute(at) == NAMES
 
 
-def test_plan_only_maps_nothing() -> None:
+def test_plan_only_maps_nothing_and_skips_what_follows() -> None:
     at = context({"datasets": NAMES, "plan_only": True})
-    assert plan(FakeHost(PLAN)).execute(at) == []
+    with pytest.raises(DownstreamTasksSkipped):
+        plan(FakeHost(PLAN)).execute(at)
+    assert at["ti"] == {"plan": [], "return_value": []}
 
 
 def test_a_phase_over_all_is_planned_and_mapped_once() -> None:
@@ -105,7 +107,6 @@ def test_a_phase_over_all_is_planned_and_mapped_once() -> None:
     operator.phase = "train"
     assert operator.execute(context({"plan_only": False})) == ["all"]
     assert host.asked[0][:3] == ["plan", "train", "all"]
-    assert operator.execute(context({"plan_only": True})) == []
 
 
 def test_a_form_without_datasets_maps_all() -> None:

@@ -15,6 +15,7 @@ from families import KIMI, PERMUTED_KIMI
 
 from drafter import layout, plan, prepare, template
 from drafter.errors import Busy, DataError, RecipeError
+from drafter.identity import generation_identity, target_identity
 from drafter.job import Job, load_job
 from drafter.layout import ALL, Prepared, Workspace
 from drafter.recipe import Recipe, parse_recipe
@@ -163,6 +164,7 @@ def test_every_row_is_counted_under_a_reason(site: Site) -> None:
         "source_rows": 11,
         "prompts": 2,
         "retired": 0,
+        "adopted": 0,
         "dropped": {
             "duplicate": 1,
             "near duplicate": 2,
@@ -179,7 +181,7 @@ def test_every_row_is_counted_under_a_reason(site: Site) -> None:
     assert section["files"]["prompts.jsonl"] == layout.file_record(site.prepared("B2").prompts)
     assert section["identity"] == {
         "target": str(site.target),
-        **plan.target_identity(site.recipe),
+        **target_identity(site.recipe),
     }
 
 
@@ -299,7 +301,8 @@ def test_a_vanished_prompt_is_retired_and_keeps_its_ids_only_if_it_has_a_respons
     assert set(retired) == {by_text["a"], by_text["b"]}
     kept = read(site.prepared("B2").prompt_ids)
     assert by_text["b"] not in [row["sample_id"] for row in kept]
-    assert next(row for row in before if row["sample_id"] == by_text["a"]) in kept
+    answered = next(row for row in before if row["sample_id"] == by_text["a"])
+    assert {**answered, "retired": True} in kept
     assert site.counts("B2")["retired"] == 2
     site.source("B2", "opencodeinstruct", questions("a", "b", "c", "d"))
     site.run()
@@ -320,7 +323,7 @@ def test_responses_of_another_tokenizer_are_refused_unless_all_starts_anew(site:
 def test_after_a_restart_of_other_datasets_the_recipe_can_be_restored(site: Site) -> None:
     site.source("B2", "opencodeinstruct", questions("a"))
     site.run()
-    made_with = plan.generation_identity(site.recipe)
+    made_with = generation_identity(site.recipe)
     before = site.prepared("B2").prompt_ids.read_bytes()
     site.respond("B2", ids(site.prepared("B2").prompts))
     layout.write_section(site.prepared("B2").manifest, "generate", {"identity": made_with})

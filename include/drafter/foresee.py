@@ -1,0 +1,109 @@
+"""The plan as people read it: what drafter.plan decides, and what only the rows can tell.
+
+Runs on the host, where rows can be read and the target's tokenizer can be loaded. Adds to a plan
+for generate the tokens that are stored, what a start would refuse and why, and what an adoption
+would find. Never writes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from drafter import adoption, template
+from drafter.errors import DataError, RecipeError
+from drafter.identity import generation_identity
+from drafter.jsonl import rows
+from drafter.layout import Prepared, Workspace, read_section
+from drafter.plan import Plan, count_lines, decide
+from drafter.recipe import Recipe
+from drafter.rows import Family
+from drafter.sessions import refuse_other_identity
+
+
+def foresee(
+    phase: str,
+    dataset: str,
+    workspace: Workspace,
+    recipe: Recipe,
+    *,
+    token_budget: int | None = None,
+    mode: str = "resume",
+    run_id: str = "",
+) -> Plan:
+    """:func:`drafter.plan.decide`, looked at more closely. Action "refuse" carries the error."""
+    plan = decide(
+        phase, dataset, workspace, recipe, token_budget=token_budget, mode=mode, run_id=run_id
+    )
+    if phase != "generate" or plan.action in ("done", "restart"):
+        return plan
+    limit = recipe.dataset(dataset).token_budget if token_budget is None else token_budget
+    prepared = workspace.prepared(dataset)
+    try:
+        return _foresee(plan, prepared, recipe, limit, mode)
+    except (RecipeError, DataError) as error:
+        return replace(plan, action="refuse", reason=str(error))
+
+
+def _foresee(plan: Plan, prepared: Prepared, recipe: Recipe, limit: int | None, mode: str) -> Plan:
+    if mode == "adopt" and adoption.has_unknown_responses(prepared):
+        return _adopt(plan, prepared, recipe, limit)
+    if adoption.has_unknown_responses(prepared):
+        raise RecipeError(adoption.UNKNOWN)
+    identity = generation_identity(recipe)
+    refuse_other_identity(prepared, identity)
+    counts = _state(prepared)
+    if plan.action == "wait":
+        after = " after prepare" if counts["prompts"] else ": prepare writes them first"
+        plan = replace(plan, action="start", reason=f"{counts['prompts']:,} prompts{after}")
+    if plan.action == "resume":
+        stored = _stored(counts["responses"], counts["completion_tokens"], limit)
+        plan = replace(plan, reason=f"from {stored}")
+    return replace(plan, counts=counts)
+
+
+def _adopt(plan: Plan, prepared: Prepared, recipe: Recipe, limit: int | None) -> Plan:
+    if read_section(prepared.manifest, "prepare") is None:
+        tokenizer, family = _target(recipe.target.path)
+        render = functools.partial(template.render, tokenizer, thinking=recipe.target.thinking)
+        _, found = adoption.check(prepared, recipe, render, family)
+    else:
+        _, family = _target(recipe.target.path)
+        found = adoption.check_responses(
+            prepared, recipe, adoption.num_prompt_tokens(prepared), family
+        )
+    words = [f"adopt {_stored(found.responses, found.completion_tokens, limit)}"]
+    if limit is not None and found.completion_tokens >= limit:
+        words.append("budget met, nothing is generated")
+    else:
+        words.append(f"resume from {found.responses:,}")
+    if found.untokenized:
+        count = len(found.untokenized)
+        words.append(f"validate tokenizes {count:,} more: {adoption.named(found.untokenized)}")
+    return replace(plan, action="adopt", reason="; then ".join(words), counts=_state(prepared))
+
+
+def _stored(responses: int, tokens: int, limit: int | None) -> str:
+    of = "" if limit is None else f" of {limit:,}"
+    return f"{responses:,} responses, {tokens:,}{of} tokens"
+
+
+def _state(prepared: Prepared) -> dict[str, Any]:
+    responses = tokens = 0
+    for line in rows(prepared.responses):
+        responses += 1
+        tokens += int(line.value.get("completion_tokens") or 0)
+    return {
+        "prompts": count_lines(prepared.prompts),
+        "responses": responses,
+        "completion_tokens": tokens,
+        "tokenized": count_lines(prepared.tokenized),
+    }
+
+
+@functools.cache
+def _target(path: str) -> tuple[Any, Family]:
+    """Tokenizer and control tokens: loading them takes seconds."""
+    return template.load_tokenizer(Path(path)), template.family(Path(path))
