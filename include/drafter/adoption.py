@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from drafter import template
 from drafter.canary import Canary
+from drafter.engines.outcomes import failure_fault
 from drafter.errors import DataError
 from drafter.jsonl import damage, rows
 from drafter.layout import Prepared, read_section
@@ -63,6 +65,7 @@ def check(prepared: Prepared, recipe: Recipe, render: Render, family: Family) ->
 
     Reads everything, writes nothing. Raises DataError naming file, line, sample and field.
     """
+    template.require_thinking(recipe.target, family)
     num_tokens = {sample_id: len(ids) for sample_id, ids in _rendered(prepared, render)}
     return len(num_tokens), check_responses(prepared, recipe, num_tokens, family)
 
@@ -85,6 +88,9 @@ def check_responses(
     prepared: Prepared, recipe: Recipe, num_tokens: dict[str, int], family: Family
 ) -> Stored:
     """``num_tokens``: prompt ids per sample id. A torn last line is no row, as everywhere."""
+    for line in rows(prepared.failed):
+        if fault := failure_fault(line.value):
+            raise damage(prepared.failed, line._replace(fault=fault))
     settings = recipe.generate
     canary = Canary(family, recipe.target.thinking, settings.canary_window, settings.canary_share)
     tokenized = _tokenized(prepared)
@@ -95,6 +101,8 @@ def check_responses(
         sample_id = row.get("sample_id")
         known = num_tokens.get(sample_id) if isinstance(sample_id, str) else None
         reason = check_row(row, family, known)
+        if reason is None and sample_id in stored:
+            reason = f"sample_id stands in line {stored[sample_id]} already"
         if reason is None and known is None:
             reason = "unknown sample_id: no such prompt in prompts.jsonl"
         if reason is not None:

@@ -15,11 +15,11 @@ from typing import Any
 from drafter import adoption, template
 from drafter.errors import DataError, RecipeError
 from drafter.identity import generation_identity
-from drafter.jsonl import rows
+from drafter.jsonl import damage, rows
 from drafter.layout import Prepared, Workspace, read_section
 from drafter.plan import Plan, count_lines, decide
 from drafter.recipe import Recipe
-from drafter.rows import Family
+from drafter.rows import Family, key_fault
 from drafter.sessions import refuse_other_identity
 
 
@@ -39,15 +39,20 @@ def foresee(
     )
     if phase != "generate" or plan.action in ("done", "restart"):
         return plan
-    limit = recipe.dataset(dataset).token_budget if token_budget is None else token_budget
-    prepared = workspace.prepared(dataset)
     try:
-        return _foresee(plan, prepared, recipe, limit, mode)
+        return look(plan, workspace.prepared(dataset), recipe, token_budget, mode)
     except (RecipeError, DataError) as error:
         return replace(plan, action="refuse", reason=str(error))
 
 
-def _foresee(plan: Plan, prepared: Prepared, recipe: Recipe, limit: int | None, mode: str) -> Plan:
+def look(
+    plan: Plan, prepared: Prepared, recipe: Recipe, token_budget: int | None, mode: str
+) -> Plan:
+    """A plan for generate that is neither done nor a restart, with what the rows tell.
+
+    Raises RecipeError or DataError where a start would be refused.
+    """
+    limit = recipe.dataset(plan.dataset).token_budget if token_budget is None else token_budget
     if mode == "adopt" and adoption.has_unknown_responses(prepared):
         return _adopt(plan, prepared, recipe, limit)
     if adoption.has_unknown_responses(prepared):
@@ -75,14 +80,17 @@ def _adopt(plan: Plan, prepared: Prepared, recipe: Recipe, limit: int | None) ->
             prepared, recipe, adoption.num_prompt_tokens(prepared), family
         )
     words = [f"adopt {_stored(found.responses, found.completion_tokens, limit)}"]
+    counts = _state(prepared)
     if limit is not None and found.completion_tokens >= limit:
         words.append("budget met, nothing is generated")
+    elif found.responses == counts["prompts"]:
+        words.append("all prompts are answered")
     else:
         words.append(f"resume from {found.responses:,}")
     if found.untokenized:
         count = len(found.untokenized)
         words.append(f"validate tokenizes {count:,} more: {adoption.named(found.untokenized)}")
-    return replace(plan, action="adopt", reason="; then ".join(words), counts=_state(prepared))
+    return replace(plan, action="adopt", reason="; then ".join(words), counts=counts)
 
 
 def _stored(responses: int, tokens: int, limit: int | None) -> str:
@@ -93,8 +101,10 @@ def _stored(responses: int, tokens: int, limit: int | None) -> str:
 def _state(prepared: Prepared) -> dict[str, Any]:
     responses = tokens = 0
     for line in rows(prepared.responses):
+        if fault := key_fault(line.value):
+            raise damage(prepared.responses, line._replace(fault=fault))
         responses += 1
-        tokens += int(line.value.get("completion_tokens") or 0)
+        tokens += line.value["completion_tokens"]
     return {
         "prompts": count_lines(prepared.prompts),
         "responses": responses,

@@ -21,10 +21,10 @@ from drafter.canary import Canary, archive_tail
 from drafter.engines.client import connected
 from drafter.engines.connection import check_engine
 from drafter.engines.outcomes import MAX_RUNS, Kind
-from drafter.errors import Busy, DataError, RecipeError
+from drafter.errors import Busy, DataError
 from drafter.identity import target_identity
 from drafter.job import Job
-from drafter.layout import clear_partial, file_record, write_section
+from drafter.layout import file_record, write_section
 from drafter.responses import Responses, Tainted, count_failures
 from drafter.rows import Family
 from drafter.sessions import (
@@ -46,13 +46,9 @@ def generate(job: Job, family: Family) -> None:
     prompts are left that may still be answered, and what :class:`drafter.workers.Workers`
     raises."""
     prepared = job.workspace.prepared(job.dataset)
-    clear_partial(prepared.root)
     rewrite.finish(prepared)
     inputs = plan.inputs("generate", job.dataset, job.workspace, job.recipe)
-    if job.recipe.target.thinking and family.think_close is None:
-        raise RecipeError(
-            f"{job.recipe.target.path} has no token that ends thinking: set target.thinking = false"
-        )
+    template.require_thinking(job.recipe.target, family)
     if job.mode == "adopt":
         _adopt(job, family, inputs["identity"])
     refuse_other_prompts(prepared, target_identity(job.recipe))

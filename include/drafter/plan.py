@@ -60,17 +60,21 @@ def decide(
     def plan(action: Action, reason: str) -> Plan:
         return Plan(phase, dataset, action, reason, counts)
 
+    prepared = workspace.prepared(dataset)
+    archived = bool(run_id) and prepared.archive(run_id).exists()
+    if phase == "generate" and mode == "restart" and is_begun(prepared) and not archived:
+        stored = count_lines(prepared.responses)
+        return plan("restart", f"{stored} responses move to archive/ and all is generated anew")
     try:
         wanted = inputs(phase, dataset, workspace, recipe)
     except DataError as error:
         return plan("wait", str(error))
     if phase == "generate":
-        prepared = workspace.prepared(dataset)
         stored = count_lines(prepared.responses)
-        if mode == "restart" and is_begun(prepared) and not prepared.archive(run_id).exists():
-            return plan("restart", f"{stored} responses move to archive/ and all is generated anew")
         if section and section["inputs"] == wanted:
-            shortfall = _shortfall(section, _budget(recipe, dataset, token_budget), prepared)
+            limits = recipe.dataset(dataset)
+            budget = limits.token_budget if token_budget is None else token_budget
+            shortfall = _shortfall(section, budget, limits.max_samples, prepared)
             if shortfall is None:
                 return plan("done", f"stop reason: {section['stop_reason']}")
             return plan("resume", f"{stored} responses stored; {shortfall}")
@@ -252,18 +256,21 @@ def changed_files(phase: str, dataset: str, workspace: Workspace, recipe: Recipe
     return [name for name, record in records if not is_as_left(root / name, record)]
 
 
-def _budget(recipe: Recipe, dataset: str, override: int | None) -> int | None:
-    return recipe.dataset(dataset).token_budget if override is None else override
-
-
-def _shortfall(section: dict[str, Any], budget: int | None, prepared: Prepared) -> str | None:
-    """Why a finished generation is not finished under today's budget; None when it is."""
+def _shortfall(
+    section: dict[str, Any], budget: int | None, max_samples: int | None, prepared: Prepared
+) -> str | None:
+    """Why a finished generation is not finished under today's limits; None when it is."""
     size = prepared.responses.stat().st_size if prepared.responses.exists() else 0
     if size != section["files"][prepared.responses.name]["bytes"]:
         return "the file changed since generation ended"
     tokens = section["counts"]["completion_tokens"]
     if section["stop_reason"] == "budget" and (budget is None or tokens < budget):
         return f"{tokens} tokens of a raised budget of {budget}"
+    prompts = section["counts"].get("prompts", 0)
+    if section["stop_reason"] == "quota" and (max_samples is None or prompts < max_samples):
+        there = count_lines(prepared.prompt_ids)
+        if prompts < there:
+            return f"{prompts} prompts of a raised quota of {min(there, max_samples or there)}"
     return None
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import orjson
 
-from drafter import adoption, layout, plan, prompts, sessions, template
+from drafter import adoption, layout, plan, prompts, rewrite, sessions, template
 from drafter.errors import DataError, RecipeError
 from drafter.identity import target_identity
 from drafter.job import Job
@@ -53,11 +53,17 @@ class Tally:
 
     source_rows: int = 0
     prompts: int = 0
+    adopted: int = 0
+    """Prompts that were there already, of an older run."""
     dropped: Counter[str] = field(default_factory=Counter)
 
     def story(self) -> str:
         reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items()))
-        return f"{self.prompts} prompts of {self.source_rows} rows ({reasons or 'none dropped'})"
+        adopted = f", {self.adopted} adopted" if self.adopted else ""
+        return (
+            f"{self.prompts} prompts of {self.source_rows} rows"
+            f" ({reasons or 'none dropped'}){adopted}"
+        )
 
 
 def run(job: Job) -> None:
@@ -69,6 +75,8 @@ def run(job: Job) -> None:
     and on any other dataset generate and validate refuse them.
     """
     recipe, workspace = job.recipe, job.workspace
+    for name in recipe.dataset_names:
+        _finish_rewrite(workspace.prepared(name))
     inputs = plan.inputs("prepare", ALL, workspace, recipe)
     before = plan.read_phase("prepare", ALL, workspace, recipe)
     intact = not plan.changed_prompts(workspace, recipe)
@@ -90,12 +98,11 @@ def run(job: Job) -> None:
         for source in recipe.datasets:
             tally, prepared = tallies[source.name], workspace.prepared(source.name)
             selected = _selected(job, source, kept.pop(source.name), spool, render, tally, pace)
-            print(f"{source.name}: {tally.story()}", flush=True)
-            if not selected:
+            unknown = adoption.has_unknown_prompts(prepared)
+            if not (selected or unknown or prompts.has_adopted(prepared)):
                 continue
             with layout.locked(prepared.lock):
                 layout.clear_partial(prepared.root)
-                unknown = adoption.has_unknown_prompts(prepared)
                 if unknown and not _may_touch(job, prepared, render):
                     continue
                 written = prompts.write(
@@ -106,9 +113,11 @@ def run(job: Job) -> None:
                     adopt=unknown and job.mode != "resume",
                     max_samples=source.max_samples,
                 )
+                tally.adopted = written.adopted
                 if written.surplus:
                     tally.prompts -= written.surplus
                     tally.dropped["beyond max_samples"] += written.surplus
+                print(f"{source.name}: {tally.story()}", flush=True)
                 section = {
                     "inputs": inputs,
                     "identity": identity,
@@ -126,6 +135,13 @@ def run(job: Job) -> None:
                 }
                 changed |= layout.write_section(prepared.manifest, "prepare", section)
     _finish(job, tallies, changed)
+
+
+def _finish_rewrite(prepared: Prepared) -> None:
+    """What a person's `drafter repair` or `discard` decided comes before what this run writes."""
+    if prepared.rewrite.is_dir():
+        with layout.locked(prepared.lock):
+            rewrite.finish(prepared)
 
 
 def _may_touch(job: Job, prepared: Prepared, render: prompts.Render) -> bool:
@@ -246,7 +262,11 @@ def _selected(
 
 
 def _finish(job: Job, tallies: dict[str, Tally], changed: bool) -> None:
-    empty = [f"{name}: {tally.story()}" for name, tally in tallies.items() if not tally.prompts]
+    empty = [
+        f"{name}: {tally.story()}"
+        for name, tally in tallies.items()
+        if not tally.prompts + tally.adopted
+    ]
     if empty:
         raise DataError(
             f"no prompt is left in {'; '.join(empty)}: correct its path, its format or"

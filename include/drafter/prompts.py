@@ -67,7 +67,7 @@ def write(
             prompts.write(prompt)
             prompt_ids.write(ids)
 
-        if adopt or has_responses(prepared) or _has_adopted(prepared):
+        if adopt or has_responses(prepared) or has_adopted(prepared):
             answered = _answered(prepared.responses)
             for line in jsonl.rows(prepared.prompts):
                 row = line.value
@@ -107,7 +107,7 @@ def has_responses(prepared: Prepared) -> bool:
     return prepared.responses.exists() and prepared.responses.stat().st_size > 0
 
 
-def _has_adopted(prepared: Prepared) -> bool:
+def has_adopted(prepared: Prepared) -> bool:
     """Adopted prompts stand first and all together."""
     first = next(iter(jsonl.scan(prepared.prompts)), None)
     return first is not None and isinstance(first.value, dict) and bool(first.value.get("adopted"))

@@ -19,6 +19,7 @@ from typing import Any
 
 from drafter.errors import DataError, RecipeError
 from drafter.layout import read_json
+from drafter.recipe import Target
 from drafter.rows import Family
 from drafter.sources.prompt import Message, Prompt, mapped
 
@@ -105,6 +106,14 @@ def family(target: Path) -> Family:
         # An id that also begins calls, or whose place another stop id may take, says nothing.
         tool_end=frozenset() if after_call & stop else frozenset(after_call - begin),
     )
+
+
+def require_thinking(target: Target, family: Family) -> None:
+    """Raises RecipeError when the recipe wants thinking of a target that cannot end it."""
+    if target.thinking and family.think_close is None:
+        raise RecipeError(
+            f"{target.path} has no token that ends thinking: set target.thinking = false"
+        )
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:

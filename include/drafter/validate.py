@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from drafter import plan, template
+from drafter import plan, rewrite, template
 from drafter.errors import DataError
 from drafter.identity import target_identity
 from drafter.job import Job
 from drafter.jsonl import Line, damage, row_at, rows, scan
 from drafter.layout import (
     Prepared,
-    clear_partial,
     drop_sections,
     file_record,
     whole_file,
@@ -45,7 +44,7 @@ def validate(job: Job, family: Family) -> None:
     the file is damaged or too much of it is rejected; in the latter case both files are written all
     the same, the manifest is not."""
     prepared = job.workspace.prepared(job.dataset)
-    clear_partial(prepared.root)
+    rewrite.finish(prepared)
     rules = job.recipe.validate_
     inputs = plan.inputs("validate", job.dataset, job.workspace, job.recipe)
     target = target_identity(job.recipe)

@@ -42,6 +42,7 @@ class OlderRun:
         self.killed_at = killed_at
         self.in_flight = in_flight
         self.target = DEMO / "target"
+        self.max_samples: int | None = None
         self._tokenizer = template.load_tokenizer(self.target)
         self.family = template.family(self.target)
         self._dice = random.Random(0)
@@ -70,6 +71,7 @@ class OlderRun:
                     "format": name.split("_")[1],
                     "path": str(next((DEMO / "prompts").glob(f"{name}.*"))),
                     "token_budget": budgets.get(name, 300),
+                    "max_samples": self.max_samples,
                 }
                 for name in NAMES
             ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import struct
 import subprocess
@@ -103,6 +104,14 @@ def test_an_older_workspace_is_adopted_as_the_plan_says(
     assert {action for action, _ in planned(site, capsys, "resume").values()} == {"done"}
 
 
+def start(site: OlderRun, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``drafter start`` of B3's generation, as the operator sends it."""
+    spec = {"phase": "generate", "dataset": B3, "recipe": site.recipe.as_json(), "mode": mode}
+    spec |= {"token_budget": None, "run_id": "r"}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(spec)))
+    main(["start"])
+
+
 def small(root: Path) -> OlderRun:
     return OlderRun(root, "http://127.0.0.1:9", cap=40, killed_at=20, in_flight=8)
 
@@ -153,6 +162,15 @@ def twice(site: OlderRun) -> None:
     path.write_text(path.read_text() + path.read_text().splitlines()[4] + "\n")
 
 
+def answered_twice(site: OlderRun) -> None:
+    rows = site.stored(B3)
+    site.write(site.prepared(B3).responses, [*rows, rows[0]])
+
+
+def foreign_failures(site: OlderRun) -> None:
+    site.prepared(B3).failed.write_text('{"id": 7, "error": "timeout"}\n')
+
+
 def odd_message(site: OlderRun) -> None:
     path = site.prepared(B3).prompts
     path.write_text(path.read_text().replace('"role": "user"', '"speaker": "user"', 1))
@@ -173,6 +191,8 @@ VARIANTS: list[tuple[Callable[[OlderRun], None], str]] = [
     ),
     (lost_reasoning, r"raw_responses\.jsonl:\d+ .*are not sound"),
     (unknown_prompt, r"raw_responses\.jsonl:1 \(sample 'elsewhere-1'\).*unknown sample_id"),
+    (answered_twice, rf"raw_responses\.jsonl:3 \(sample '{B3}-000000'\).*stands in line 1 already"),
+    (foreign_failures, r"failed\.jsonl:1 .*drafter repair"),
     (twice, rf"prompts\.jsonl:41 .*{B3}-000004 stands there twice"),
     (odd_message, r"prompts\.jsonl:1 .*needs role and content"),
 ]
@@ -180,7 +200,11 @@ VARIANTS: list[tuple[Callable[[OlderRun], None], str]] = [
 
 @pytest.mark.parametrize(("spoil", "says"), VARIANTS, ids=lambda v: getattr(v, "__name__", ""))
 def test_rows_that_do_not_match_are_refused_by_name_and_left_as_they_are(
-    spoil: Callable[[OlderRun], None], says: str, tmp_path: Path, capsys: Any
+    spoil: Callable[[OlderRun], None],
+    says: str,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     site = small(tmp_path)
     spoil(site)
@@ -192,8 +216,8 @@ def test_rows_that_do_not_match_are_refused_by_name_and_left_as_they_are(
     assert "older" not in str(refused.value)
     run(site, "prepare", ALL, "adopt")
     assert read_section(site.prepared(B2).manifest, "prepare")  # the others are adopted
-    with pytest.raises(DataError):
-        run(site, "generate", B3, "adopt")
+    with pytest.raises(DataError, match=says):
+        start(site, "adopt", monkeypatch)
     left = {path: path.read_bytes() for path in site.prepared(B3).root.iterdir()}
     left.pop(site.prepared(B3).lock, None)
     assert left == before
@@ -206,7 +230,9 @@ def test_prompts_of_another_tokenizer_are_refused(tmp_path: Path, capsys: Any) -
     assert action == "refuse" and "raw_responses.jsonl:1" in reason
 
 
-def test_without_being_asked_nothing_is_adopted(tmp_path: Path, capsys: Any) -> None:
+def test_without_being_asked_nothing_is_adopted(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = small(tmp_path)
     before = site.prepared(B1).prompts.read_bytes()
     for name in (B1, B2, B3):
@@ -214,8 +240,8 @@ def test_without_being_asked_nothing_is_adopted(tmp_path: Path, capsys: Any) -> 
         assert action == "refuse" and "mode adopt" in reason
     run(site, "prepare", ALL, "resume")
     assert site.prepared(B1).prompts.read_bytes() == before
-    with pytest.raises((RecipeError, DataError)):
-        run(site, "generate", B1, "resume")
+    with pytest.raises(RecipeError, match="mode adopt"):
+        start(site, "resume", monkeypatch)
 
 
 def test_adopted_prompts_stay_and_the_recipes_are_appended_up_to_the_quota(tmp_path: Path) -> None:
@@ -240,3 +266,18 @@ def test_a_restart_of_an_older_workspace_archives_its_rows(tmp_path: Path, engin
     archived = site.prepared(B3).archive("r") / "raw_responses.jsonl"
     assert archived.read_bytes() == old
     assert site.tokens(B3) >= 300
+
+
+def test_a_restart_of_an_older_workspace_is_planned_as_one(tmp_path: Path, capsys: Any) -> None:
+    site = small(tmp_path)
+    site.prepared(B3).archive("earlier").mkdir(parents=True)
+    assert planned(site, capsys, "restart", B3)[B3][0] == "restart"
+
+
+def test_adopted_prompts_alone_fill_a_quota(tmp_path: Path) -> None:
+    site = small(tmp_path)
+    site.max_samples = 40
+    run(site, "prepare", ALL, "adopt")
+    section = read_section(site.prepared(B1).manifest, "prepare")
+    assert section and (section["counts"]["adopted"], section["counts"]["prompts"]) == (40, 0)
+    assert len(site.prepared(B1).prompt_ids.read_text().splitlines()) == 40

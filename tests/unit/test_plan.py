@@ -69,12 +69,13 @@ def generate(
     *,
     tokens: int = 120,
     stop_reason: str = "budget",
+    prompts: int = 2,
 ) -> None:
     prepared = workspace.prepared(name)
     prepared.responses.write_text('{"row":1}\n{"row":2}\n')
     section = {
         "inputs": inputs("generate", name, workspace, recipe),
-        "counts": {"completion_tokens": tokens},
+        "counts": {"completion_tokens": tokens, "prompts": prompts},
         "stop_reason": stop_reason,
         "files": {prepared.responses.name: file_record(prepared.responses)},
     }
@@ -143,6 +144,30 @@ def test_budgets_may_change(
     prepare(workspace, recipe)
     generate(workspace, recipe, "B1", stop_reason=stop_reason)
     assert decide("generate", "B1", workspace, recipe, token_budget=budget).action == action
+
+
+@pytest.mark.parametrize(
+    ("max_samples", "action"),
+    [
+        pytest.param(2, "done", id="as it was"),
+        pytest.param(1, "done", id="lowered"),
+        pytest.param(3, "resume", id="raised"),
+        pytest.param(9, "resume", id="raised beyond what there is"),
+    ],
+)
+def test_a_raised_quota_continues_with_the_prompts_that_are_there(
+    tmp_path: Path, max_samples: int, action: str
+) -> None:
+    def with_quota(number: int) -> Recipe:
+        tree = make_recipe(tmp_path).as_json()
+        tree["datasets"][0] |= {"max_samples": number, "token_budget": None}
+        return parse_recipe(tree, "test")
+
+    recipe = with_quota(2)
+    workspace = Workspace(Path(recipe.host.workspace))
+    prepare(workspace, recipe)
+    generate(workspace, recipe, "B1", stop_reason="quota", prompts=2)
+    assert decide("generate", "B1", workspace, with_quota(max_samples)).action == action
 
 
 def test_rows_added_after_the_end_are_seen(workspace: Workspace, recipe: Recipe) -> None:

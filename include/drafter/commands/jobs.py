@@ -10,11 +10,16 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from drafter.commands import Add, print_json, workspace_of
 from drafter.commands.planning import left
 from drafter.errors import DataError, DrafterError, RecipeError, Stopped
 from drafter.layout import Workspace, locked
+
+if TYPE_CHECKING:
+    from drafter.plan import Plan
+    from drafter.recipe import Recipe
 
 
 def add_to(add: Add) -> None:
@@ -58,6 +63,8 @@ def _start(_arguments: argparse.Namespace) -> int:
         run_id=spec["run_id"],
     )
     if decision.action == "wait":
+        if spec["phase"] == "generate":
+            _refuse_foreign(decision, workspace, recipe, spec)
         raise DataError(decision.reason)
     if decision.action == "done":
         answer = {"outcome": "done", "reason": decision.reason, "counts": decision.counts}
@@ -66,6 +73,18 @@ def _start(_arguments: argparse.Namespace) -> int:
     else:
         print_json(jobs.start(workspace.root, spec))
     return 0
+
+
+def _refuse_foreign(
+    decision: Plan, workspace: Workspace, recipe: Recipe, spec: dict[str, Any]
+) -> None:
+    """Rows that nobody may touch keep prepare from finishing: say which, and why."""
+    from drafter.adoption import has_unknown_prompts
+    from drafter.foresee import look
+
+    prepared = workspace.prepared(spec["dataset"])
+    if has_unknown_prompts(prepared):
+        look(decision, prepared, recipe, spec["token_budget"], spec["mode"])
 
 
 def _run(arguments: argparse.Namespace) -> int:
