@@ -176,7 +176,7 @@ def test_no_budget_means_the_recipes(budget: str | None) -> None:
     [
         ({"token_budget": "many"}, "token budget is 'many': give a number above 0"),
         ({"token_budget": "0"}, "token budget is '0'"),
-        ({"mode": "again"}, "mode is 'again': it is resume or restart"),
+        ({"mode": "again"}, "mode is 'again': it is one of resume, restart, adopt"),
         ({"dataset": "B9"}, "no dataset 'B9' in recipe tiny: it has B1"),
     ],
 )
