@@ -15,7 +15,7 @@ of sessions.jsonl.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from drafter import template
 from drafter.canary import Canary
@@ -26,7 +26,7 @@ from drafter.layout import Prepared, read_section
 from drafter.recipe import Recipe
 from drafter.rows import Family, check_row
 from drafter.sessions import known_identities
-from drafter.sources.prompt import Prompt
+from drafter.sources.prompt import Prompt, prompt_fault
 
 Render = Callable[[Prompt], list[int]]
 
@@ -75,7 +75,7 @@ def checked_prompts(prepared: Prepared) -> Iterator[tuple[str, Prompt]]:
     consumed to its end it has looked at all."""
     seen = set[str]()
     for line in rows(prepared.prompts):
-        fault = _prompt_fault(line.value)
+        fault = prompt_fault(line.value)
         if fault is None and line.value["sample_id"] in seen:
             fault = f"sample_id {line.value['sample_id']} stands there twice"
         if fault:
@@ -163,17 +163,3 @@ def _field_hint(reason: str) -> str:
     if reason.startswith("wrong prompt_tokens"):
         return " ids when the recipe's target renders it, so another template or tokenizer made it"
     return ""
-
-
-def _prompt_fault(row: dict[str, Any]) -> str | None:
-    sample_id, messages, tools = row.get("sample_id"), row.get("messages"), row.get("tools")
-    if not isinstance(sample_id, str) or not sample_id:
-        return f"sample_id is {sample_id!r}, needs a string"
-    if not isinstance(messages, list) or not messages:
-        return f"messages of {sample_id} is {type(messages).__name__}, needs a list of messages"
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"messages of {sample_id} holds {str(message)[:60]!r}, needs role and content"
-    if tools is not None and not isinstance(tools, list):
-        return f"tools of {sample_id} is {type(tools).__name__}, needs a list or nothing"
-    return None

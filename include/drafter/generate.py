@@ -10,6 +10,7 @@ drafter.engines.outcomes; when to stop sending, drafter.budget; when to stop all
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from pathlib import Path
@@ -24,7 +25,7 @@ from drafter.engines.outcomes import MAX_RUNS, Kind
 from drafter.errors import Busy, DataError
 from drafter.identity import target_identity
 from drafter.job import Job
-from drafter.layout import file_record, write_section
+from drafter.layout import drop_sections, file_record, write_section
 from drafter.responses import Responses, Tainted, count_failures
 from drafter.rows import Family
 from drafter.sessions import (
@@ -62,6 +63,7 @@ def generate(job: Job, family: Family) -> None:
             asyncio.run(_answer(job, family, responses, inputs["identity"], answers))
     except Tainted as tainted:
         archive = prepared.archive(job.run_id)
+        drop_sections(prepared.manifest, ("generate", "validate"))
         moved = archive_tail(prepared.responses, tainted.alarm.offset, archive)
         raise DataError(
             f"{job.dataset}: {tainted.alarm.reason}; {plan.count_lines(moved)} rows are now in"
@@ -124,12 +126,15 @@ async def _answer(
     recipe = job.recipe
     engine, target = recipe.engine, recipe.target.path
     info = await check_engine(engine, target)
-    sessions = Sessions(job.workspace.prepared(job.dataset).sessions)
     about = {"kind": engine.kind, "urls": engine.urls, **info._asdict()}
-    sessions.start(job, responses.end, identity, engine=about)
-    async with connected(
-        engine, target, info, recipe.generate, family, job.in_flight, answers
-    ) as clients:
+    async with contextlib.AsyncExitStack() as stack:
+        sessions = stack.enter_context(
+            contextlib.closing(Sessions(job.workspace.prepared(job.dataset).sessions))
+        )
+        sessions.start(job, responses.end, identity, engine=about)
+        clients = await stack.enter_async_context(
+            connected(engine, target, info, recipe.generate, family, job.in_flight, answers)
+        )
         tasks = [
             asyncio.create_task(Workers(clients, responses).run()),
             asyncio.create_task(progress.tell(job, responses, sessions, answers)),
@@ -142,7 +147,6 @@ async def _answer(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            sessions.close()
 
 
 def _finish(

@@ -89,6 +89,26 @@ def row_at(path: Path, offset: int) -> Any:
         return orjson.loads(file.readline())
 
 
+def tail(path: Path, num_lines: int) -> int:
+    """Offset of the first of the last ``num_lines`` lines; 0 when there are no more."""
+    if not num_lines:
+        return path.stat().st_size
+    with open(path, "rb") as file:
+        begin = file.seek(0, os.SEEK_END)
+        # The last line's own end is not the beginning of another.
+        left, end = num_lines, begin - 1
+        while begin:
+            begin -= (step := min(_BLOCK_BYTES, begin))
+            file.seek(begin)
+            block = file.read(step)
+            found = min(end - begin, step)
+            while (found := block.rfind(b"\n", 0, found)) >= 0:
+                left -= 1
+                if not left:
+                    return begin + found + 1
+    return 0
+
+
 def fault(line: Line) -> str | None:
     """Why ``line`` is no row: not JSON, or not an object."""
     if line.fault or isinstance(line.value, dict):

@@ -9,7 +9,8 @@
         prompt_ids.jsonl           derived: sample_id, input_ids; retired: true where it is
         raw_responses.jsonl        append-only: sample_id, output_ids, prompt_tokens,
                                    completion_tokens, finish_reason ("stop" | "length")
-        failed.jsonl               requests without a storable row: sample_id, class, reason
+        failed.jsonl               requests without a storable row: sample_id, class, reason;
+                                   final: false where the engine itself is in doubt
         sessions.jsonl             one line per job start, then (offset, time) marks
         rejected.jsonl             sample_id, reason: rows that validate did not accept
         tokenized_data.jsonl       sample_id, input_ids (prompt then output), prompt_tokens

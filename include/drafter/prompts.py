@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from drafter import jsonl, layout
 from drafter.layout import Prepared, digest
-from drafter.sources.prompt import Prompt
+from drafter.sources.prompt import Prompt, prompt_fault
 from drafter.spool import Spool, json_line
 
 Render = Callable[[Prompt], list[int]]
@@ -71,8 +71,7 @@ def write(
             answered = _answered(prepared.responses)
             for line in jsonl.rows(prepared.prompts):
                 row = line.value
-                if not {"sample_id", "messages"} <= row.keys():
-                    fault = "a prompt needs sample_id and messages"
+                if fault := prompt_fault(row):
                     raise jsonl.damage(prepared.prompts, line._replace(fault=fault))
                 identity = row["sample_id"]
                 if adopt or row.get("adopted"):

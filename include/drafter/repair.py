@@ -16,6 +16,7 @@ from drafter.engines.outcomes import failure_fault
 from drafter.layout import Prepared, Workspace, whole_file
 from drafter.rewrite import Span, session_fault
 from drafter.rows import key_fault
+from drafter.sources.prompt import prompt_fault
 from drafter.terminal import one_line
 
 LISTED = 20
@@ -101,7 +102,7 @@ def _first_bytes(damage: Damage) -> str:
 
 
 def _checks(workspace: Workspace, prepared: Prepared) -> Iterator[tuple[Path, Check]]:
-    yield prepared.prompts, _once(_prompt_fault)
+    yield prepared.prompts, _once(prompt_fault)
     yield prepared.responses, _once(key_fault)
     yield prepared.failed, failure_fault
     yield prepared.sessions, session_fault
@@ -122,12 +123,6 @@ def _once(check: Check) -> Check:
         return fault
 
     return check_once
-
-
-def _prompt_fault(row: dict[str, Any]) -> str | None:
-    if type(row.get("sample_id")) is str and isinstance(row.get("messages"), list):
-        return None
-    return "a prompt needs sample_id and messages"
 
 
 def _greedy_fault(row: dict[str, Any]) -> str | None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import chain, islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from drafter import plan
+from drafter import plan, rewrite
 from drafter.budget import Budget, killed_in_flight
 from drafter.canary import Alarm, Canary
 from drafter.engines.outcomes import MAX_RUNS, RULES, Kind, Outcome, failure_fault
-from drafter.jsonl import Appender, Line, damage, row_at, rows
+from drafter.jsonl import Appender, Line, damage, row_at, rows, tail
 from drafter.layout import Prepared
 from drafter.rows import key_fault
 
@@ -37,9 +38,10 @@ class Tainted(Exception):
 class Responses:
     """Appends to raw_responses.jsonl and failed.jsonl; one object, one writer.
 
-    Failures are held back until a success shows that the engine was not to blame: an engine that
-    answers 400 to everything must not have every prompt marked as failed for good. Those that are
-    not final are held back to the end: each counts once per run, and not when the run breaks off.
+    Final failures are held back until a success shows that the engine was not to blame: an engine
+    that answers 400 to everything must not have every prompt marked as failed for good. Those that
+    no success followed, and those that are not final, are held back to the end: each counts once
+    per run, and not when the run breaks off.
     """
 
     def __init__(
@@ -49,8 +51,8 @@ class Responses:
         self.num_stored = 0
         self.num_new = self.num_new_tokens = 0
         self.streak = 0
-        """Prompts that ended without a row since the last that gave one; without those that failed
-        before, which say nothing about the engine."""
+        """Prompts that ended without a row since the last that gave one; of those that failed
+        before, which say nothing about the engine, only the ones that it refuses for good now."""
         self.unsettled: dict[str, Kind] = {}
         """By sample id, what this run could not answer and the next one may."""
         self._prompt_ids = prepared.prompt_ids
@@ -58,18 +60,15 @@ class Responses:
         self.num_prompts = num_prompts if max_samples is None else min(num_prompts, max_samples)
         self._canary = canary
         self._held: list[dict[str, Any]] = []
-        self._rows = Appender(prepared.responses)
-        self._failed = Appender(prepared.failed)
-        self.num_torn = sum(bool(file.torn_bytes) for file in (self._rows, self._failed))
         self._num_failed = Counter[str]()
-        given_up: set[str] = set()
-        for sample_id, kind in _failures(prepared):
-            self._num_failed[sample_id] += 1
-            if RULES[kind].final or self._num_failed[sample_id] >= MAX_RUNS:
-                given_up.add(sample_id)
         self._later: dict[str, dict[str, Any]] = {}
-        self._todo = self._find_todo(prepared, given_up)
-        self._first = next(self._todo, None)
+        with ExitStack() as files:
+            self._rows = files.enter_context(Appender(prepared.responses))
+            self._failed = files.enter_context(Appender(prepared.failed))
+            self.num_torn = sum(bool(file.torn_bytes) for file in (self._rows, self._failed))
+            self._todo = self._find_todo(prepared, self._count_failures(prepared))
+            self._first = next(self._todo, None)
+            self._files = files.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -80,8 +79,7 @@ class Responses:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._rows.close()
-        self._failed.close()
+        self._files.close()
 
     @property
     def end(self) -> int:
@@ -92,6 +90,11 @@ class Responses:
     def budget_met(self) -> bool:
         budget = self.budget
         return budget.budget is not None and budget.tokens >= budget.budget
+
+    @property
+    def num_doubtful(self) -> int:
+        """Prompts refused for good since the last row: by an engine that may be to blame."""
+        return sum(_doubtful(failure) for failure in self._held)
 
     def has_prompts(self) -> bool:
         """Is there a prompt without an answer?"""
@@ -112,18 +115,18 @@ class Responses:
         self.num_new_tokens += row["completion_tokens"]
         self._later.pop(row["sample_id"], None)
         self._write_held()
-        self._show_canary(row, offset)
+        if alarm := self._canary.see(row, offset):
+            raise Tainted(alarm)
 
     def fail(self, sample_id: str, outcome: Outcome) -> None:
         self.budget.fail(sample_id)
         failure = {"sample_id": sample_id, "class": outcome.kind, "reason": outcome.reason}
-        # An over-long prompt says nothing about the engine.
-        if outcome.kind != "prompt too long":
-            self.streak += sample_id not in self._later and sample_id not in self._num_failed
         if RULES[outcome.kind].final:
+            self.streak += _doubtful(failure)
             self._later.pop(sample_id, None)
             self._held.append(failure)
         else:
+            self.streak += sample_id not in self._later and sample_id not in self._num_failed
             self._later[sample_id] = failure
 
     def ask_again(self) -> bool:
@@ -134,7 +137,12 @@ class Responses:
 
     def settle(self) -> None:
         """The run is over: write down every failure, and which of them the next run asks."""
-        self._write_held()
+        for failure in self._held:
+            if _doubtful(failure):
+                self._later[failure["sample_id"]] = {**failure, "final": False}
+            else:
+                self._failed.append(failure)
+        self._held.clear()
         for sample_id, failure in self._later.items():
             self._failed.append(failure)
             self._num_failed[sample_id] += 1
@@ -151,6 +159,17 @@ class Responses:
     def sync(self) -> None:
         self._rows.sync()
 
+    def _count_failures(self, prepared: Prepared) -> set[str]:
+        """Gives the prompts that have failed for good."""
+        given_up: set[str] = set()
+        for failure in _failures(prepared):
+            sample_id = failure["sample_id"]
+            self._num_failed[sample_id] += 1
+            final = RULES[failure["class"]].final and failure.get("final", True)
+            if final or self._num_failed[sample_id] >= MAX_RUNS:
+                given_up.add(sample_id)
+        return given_up
+
     def _find_todo(self, prepared: Prepared, given_up: set[str]) -> Iterator[tuple[str, list[int]]]:
         """Read what is stored, and the prompts up to the last one answered; gives those to send:
         first the holes between answered ones, then the rest."""
@@ -159,18 +178,22 @@ class Responses:
         prompts = islice(rows(prepared.prompt_ids), self.num_prompts)
         holes: dict[int, tuple[str, int]] = {}
         num_left = len(known)
-        for position, line in enumerate(prompts) if num_left else ():
+        position = 0
+        """In the order of sending: prompts that are never sent have none."""
+        for line in prompts if num_left else ():
             sample_id = line.value["sample_id"]
-            if (index := known.get(sample_id)) is None:
-                known[sample_id] = _GIVEN_OUT
-                if not line.value.get("retired"):
-                    holes[position] = sample_id, line.offset
-            elif index != _GIVEN_OUT:
+            index = known.get(sample_id)
+            known[sample_id] = _GIVEN_OUT
+            if index == _GIVEN_OUT or (index is None and line.value.get("retired")):
+                continue
+            if index is None:
+                holes[position] = sample_id, line.offset
+            else:
                 positions[index] = position
-                known[sample_id] = _GIVEN_OUT
                 num_left -= 1
-                if not num_left:
-                    break
+            position += 1
+            if not num_left:
+                break
         for position, written in killed_in_flight(positions, tokens, session_starts).items():
             sample_id, _ = holes[position]
             if sample_id not in self._num_failed:
@@ -186,8 +209,9 @@ class Responses:
         known: dict[str, int] = {}
         tokens = array("q")
         session_starts = [0]
-        offsets = deque(_session_offsets(prepared.sessions))
-        last: deque[int] = deque(maxlen=self._canary.lookback)
+        offsets = deque(_session_offsets(prepared, self.end))
+        watched = tail(path, self._canary.lookback)
+        alarm: Alarm | None = None
         for line in rows(path):
             while offsets and offsets[0] <= line.offset:
                 offsets.popleft()
@@ -195,44 +219,40 @@ class Responses:
             sample_id, num_tokens = _key_facts(path, line)
             known[sample_id] = len(tokens)
             tokens.append(num_tokens)
-            last.append(line.offset)
-        self.budget.found(tokens)
-        self.num_stored = len(tokens)
-        for offset in last:
-            self._show_canary(row_at(path, offset), offset)
-        return known, tokens, session_starts
-
-    def _show_canary(self, row: dict[str, Any], offset: int) -> None:
-        alarm = self._canary.see(row, offset)
+            if line.offset >= watched and not alarm:
+                alarm = self._canary.see(line.value, line.offset)
         if alarm:
             raise Tainted(alarm)
+        self.budget.found(tokens)
+        self.num_stored = len(tokens)
+        return known, tokens, session_starts
 
 
 def count_failures(prepared: Prepared) -> dict[str, int]:
     """{class: prompts} whose last word is a failure."""
-    last = dict(_failures(prepared))
+    last = {failure["sample_id"]: failure["class"] for failure in _failures(prepared)}
     if last:
         for line in rows(prepared.responses):
             last.pop(line.value["sample_id"], None)
     return dict(sorted(Counter(last.values()).items()))
 
 
-def _failures(prepared: Prepared) -> Iterator[tuple[str, Any]]:
+def _doubtful(failure: dict[str, Any]) -> bool:
+    """May the engine be to blame for a final failure? An over-long prompt says nothing of it."""
+    return bool(failure["class"] != "prompt too long")
+
+
+def _failures(prepared: Prepared) -> Iterator[dict[str, Any]]:
     for line in rows(prepared.failed):
         if fault := failure_fault(line.value):
             raise damage(prepared.failed, line._replace(fault=fault))
-        yield line.value["sample_id"], line.value["class"]
+        yield line.value
 
 
-def _session_offsets(sessions: Path) -> list[int]:
-    """Where in the responses each session begins; what was cut off since does not count."""
-    offsets: list[int] = []
-    for line in rows(sessions):
-        if "identity" in line.value:
-            while offsets and offsets[-1] >= line.value["offset"]:
-                offsets.pop()
-            offsets.append(line.value["offset"])
-    return offsets
+def _session_offsets(prepared: Prepared, size: int) -> list[int]:
+    """Where in ``size`` bytes of responses each session begins."""
+    starts = [event.offset for event in rewrite.events(prepared) if event.is_start]
+    return rewrite.true_offsets(starts, size)
 
 
 def _key_facts(path: Path, line: Line) -> tuple[str, int]:

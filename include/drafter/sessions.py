@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drafter import plan
+from drafter import plan, rewrite
 from drafter.errors import DataError, RecipeError
 from drafter.job import Job
-from drafter.jsonl import Appender, rows
+from drafter.jsonl import Appender
 from drafter.layout import (
     Prepared,
     drop_sections,
@@ -112,8 +112,8 @@ def known_identities(prepared: Prepared) -> list[dict[str, Any]]:
     section = read_section(prepared.manifest, "generate")
     known = [section["identity"]] if section else []
     last = None
-    for line in rows(prepared.sessions):
-        last = line.value.get("identity", last)
+    for event in rewrite.events(prepared):
+        last = event.row.get("identity", last)
     return known if last is None else [*known, last]
 
 

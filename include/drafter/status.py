@@ -35,19 +35,21 @@ def read_status(
 
     A job is {alive, state, exit, progress, job: {what, start_id, run_id}}, null where there is
     none; a dataset holds the SHOWN part of its sections generate, validate, extract, ..., and
-    ``sizes``: {file: bytes now} of what generate and validate left. With ``verify`` it also holds
+    ``sizes``: {file: bytes now} of what generate and validate left. Without a section generate it
+    has ``stored``: {responses: lines now}, unless the job is alive. With ``verify`` it also holds
     ``verified``: {file: "ok" | "changed" | "missing"}, each file that generate and validate left
     and that validate read, compared with the file as it is now by size and then by hash.
     ``dataset`` asks about one only.
     """
     workspace = Workspace(Path(workspace_root))
-    jobs: dict[str, dict[str, Any]] = {}
+    jobs: dict[str, dict[str, dict[str, Any]]] = {}
     for path in job_dirs(workspace.root, dataset):
         jobs.setdefault(path.parent.name, {})[path.name] = _job(JobDir(path))
+    generating = {name for name, job in jobs.get("generate", {}).items() if job["alive"]}
     return {
         "jobs": jobs,
         "datasets": {
-            name: _dataset(workspace, name, verify)
+            name: _dataset(workspace, name, verify, name in generating)
             for name in _names(workspace)
             if dataset in (None, name)
         },
@@ -82,9 +84,11 @@ def as_table(status: dict[str, Any]) -> str:
 def _line(name: str, jobs: dict[str, Any], sections: dict[str, Any]) -> list[str]:
     section = sections.get("generate", {})
     generate = jobs.get("generate") or {}
-    # What a job reports is newer than what the last one that finished left.
-    progress = generate.get("progress") or {}
-    numbers = {**section, **section.get("counts", {}), **progress}
+    # What a job reports is newer than what the last one that finished left. Once it has ended
+    # without leaving a section, or the section has gone, answers may have been moved away since.
+    told = generate.get("alive") or "generate" in sections
+    progress = (generate.get("progress") if told else None) or {}
+    numbers = {**sections.get("stored", {}), **section, **section.get("counts", {}), **progress}
     tokens, budget = numbers.get("completion_tokens"), numbers.get("token_budget")
     of = "" if tokens is None or budget is None else f" of {budget:,}"
     running = progress if generate.get("alive") else {}
@@ -110,7 +114,11 @@ def _state(jobs: dict[str, Any], sections: dict[str, Any]) -> str:
     for phase, job in jobs.items():
         if job["alive"]:
             return f"{phase} {(job['state'] or {}).get('state', 'starting')}"
-    ended = {phase: job["exit"] for phase, job in jobs.items() if job["exit"]}
+    ended = {
+        phase: job["exit"]
+        for phase, job in jobs.items()
+        if job["exit"] and not _undone(phase, job["exit"], sections)
+    }
     if ended:
         phase = max(ended, key=lambda phase: ended[phase].get("ended", 0))
         code = ended[phase].get("code")
@@ -118,6 +126,12 @@ def _state(jobs: dict[str, Any], sections: dict[str, Any]) -> str:
         return f"{phase} {said}" + (f" ({code})" if code else "")
     done = [section for section in SECTIONS if section in sections]
     return f"{done[-1]} done" if done else ""
+
+
+def _undone(phase: str, end: dict[str, Any], sections: dict[str, Any]) -> bool:
+    """Did the job succeed, and what it made was moved away since?"""
+    left_section = bool(sections) and phase in SECTIONS
+    return left_section and end.get("code") == 0 and phase not in sections
 
 
 def _number(value: float | None) -> str:
@@ -145,7 +159,7 @@ def _job(job: JobDir) -> dict[str, Any]:
     }
 
 
-def _dataset(workspace: Workspace, name: str, verify: bool) -> dict[str, Any]:
+def _dataset(workspace: Workspace, name: str, verify: bool, generating: bool) -> dict[str, Any]:
     prepared = workspace.prepared(name)
     sections: dict[str, Any] = {}
     for manifest in (prepared.manifest, workspace.hidden_states(name).manifest):
@@ -156,6 +170,8 @@ def _dataset(workspace: Workspace, name: str, verify: bool) -> dict[str, Any]:
     }
     records = _records(prepared, sections)
     shown["sizes"] = {path.name: path.stat().st_size for path in records if path.exists()}
+    if "generate" not in sections and not generating and prepared.responses.exists():
+        shown["stored"] = {"responses": _count_lines(prepared.responses)}
     if verify:
         shown["verified"] = {path.name: _compare(path, known) for path, known in records.items()}
     return shown
@@ -174,6 +190,11 @@ def _records(
         if name in read:
             records.setdefault(path, []).append(read[name])
     return records
+
+
+def _count_lines(path: Path) -> int:
+    with open(path, "rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
 
 
 def _compare(path: Path, records: list[dict[str, Any]]) -> str:

@@ -2,7 +2,8 @@
 
 Each takes the next prompt when the budget allows it, waits for the answer, and settles it. Prompts
 that failed, but not for good, are asked once more when all others are settled. When something is
-wrong with the engine, nothing more is sent and what is in flight still comes in.
+wrong with the engine, nothing more is sent, no prompt again either, and what is in flight still
+comes in.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class Workers:
         if responses.budget.admits(time.monotonic()) and responses.ask_again():
             await asyncio.sleep(PAUSE_S)
             await self._send_all()
+        if self._last_failure and responses.num_doubtful >= MIN_STREAK:
+            self._error = self._blame(self._last_failure, MIN_STREAK)
+        if self._error:
+            raise self._error
         responses.settle()
 
     async def _send_all(self) -> None:
@@ -56,20 +61,23 @@ class Workers:
             self._error = self._blame(
                 self._last_failure, 1 if not responses.num_stored else MIN_STREAK
             )
+        if isinstance(self._error, Busy):
+            raise Busy(f"{self._error}, {responses.num_new} new rows are stored")
         if self._error:
             raise self._error
+
+    def _stop(self, error: DrafterError) -> None:
+        self._error = self._error or error
+        self._clients[0].stop(self._error)
 
     async def _work(self, client: Client) -> None:
         while prompt := await self._next():
             sample_id, prompt_ids = prompt
             try:
                 outcome = await client.complete(sample_id, prompt_ids)
-            except RecipeError as error:
-                self._error = error
+            except (Busy, DataError, RecipeError) as error:
+                self._stop(error)
                 self._responses.budget.fail(sample_id)
-            except Busy as error:
-                # Nothing is in flight at an engine that is gone, so there is nothing to wait for.
-                raise Busy(f"{error}, {self._responses.num_new} new rows are stored") from None
             else:
                 self._settle(sample_id, outcome)
             async with self._changed:
@@ -95,7 +103,8 @@ class Workers:
         self._responses.fail(sample_id, outcome)
         if outcome.kind != "prompt too long":
             self._last_failure = outcome
-            self._error = self._error or self._blame(outcome, max(MIN_STREAK, len(self._clients)))
+            if error := self._blame(outcome, max(MIN_STREAK, len(self._clients))):
+                self._stop(error)
 
     def _blame(self, outcome: Outcome, streak: int) -> DrafterError | None:
         """The error when ``streak`` prompts in a row got no row: they cannot all be at fault."""

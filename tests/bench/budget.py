@@ -112,7 +112,7 @@ class Simulation:
             Responses(prepared, budget, NoCanary(), None) as responses,  # type: ignore[arg-type]
             Appender(prepared.sessions) as sessions,
         ):
-            sessions.append({"identity": {}, "offset": responses.end})
+            sessions.append({"time": 0, "offset": responses.end, "start_id": "", "identity": {}})
             now, unfinished = 0.0, 0
             flight: list[tuple[float, int, str]] = []
             while True:

@@ -4,7 +4,7 @@
 those of a bare asynchronous loop that only sends and receives. ``client-ceiling``: rows/s against
 an engine that answers at once, over those of a loop with one shared httpx.AsyncClient.
 ``resume-scan``: opening a dataset with 10,000 stored rows, over reading and parsing their bytes.
-``generate-memory``: what a stored row costs in memory.
+``generate-memory``: what a row costs in memory, generated or found stored, the worse of the two.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import asyncio
 import gc
 import json
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from bench.paced_engine import paced_engine
 from unit.fake_engine import CLOSE, DATASET, FAMILY, STOP, TEXT, Site
 
 from drafter.generate import generate, open_responses
+from drafter.job import load_job
 
 IN_FLIGHT = 150
 PAIRS = 3
@@ -67,9 +67,10 @@ def resume_scan() -> Result:
 
 
 def generate_memory() -> Result:
-    few, many = 10_000, 100_000
-    grown = _open_bytes(many) - _open_bytes(few)
-    return Result(grown / (many - few), "bytes/row", 200, "value", "lower")
+    few, many = 5_000, 25_000
+    generated = _generate_bytes(many) - _generate_bytes(few)
+    opened = _open_bytes(many) - _open_bytes(few)
+    return Result(max(generated, opened) / (many - few), "bytes/row", 200, "value", "lower")
 
 
 def _phase_s(url: str, num_prompts: int) -> float:
@@ -171,24 +172,44 @@ def _parse_s(site: Site) -> float:
     return time.perf_counter() - started
 
 
+def _generate_bytes(num_rows: int) -> int:
+    """By which a process grows that generates so many rows, when it is largest."""
+    with tempfile.TemporaryDirectory() as home, paced_engine(0, 10) as url:
+        site = Site(Path(home), num_prompts=0, urls=(url,), in_flight=IN_FLIGHT)
+        # Six ids each: the engine says so whatever it was sent.
+        site.prepare([[TEXT, *map(int, f"{i:05d}")] for i in range(num_rows)])
+        return _grown("generate", str(site.job().dir.root))
+
+
 def _open_bytes(num_rows: int) -> int:
     """By which a process grows that opens so many stored rows."""
     with tempfile.TemporaryDirectory() as home:
-        _answered(Path(home), num_rows, 10)
-        command = [sys.executable, "-m", "bench.generation", home, str(num_rows)]
-        return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        return _grown("open", str(_answered(Path(home), num_rows, 10).job().dir.root))
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def _grown(*arguments: str) -> int:
+    command = [sys.executable, "-m", "bench.generation", *arguments]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    return int(done.stdout.split()[-1])
 
 
-def _opened(home: Path, num_rows: int) -> None:
-    job = Site(home, num_prompts=num_rows).job()
-    before = _resident_bytes()
-    with open_responses(job, FAMILY):
-        print(_resident_bytes() - before)
+def _resident_bytes(most: bool) -> int:
+    """Now, or at ``most`` so far."""
+    status = Path("/proc/self/status").read_text()
+    key = "VmHWM:" if most else "VmRSS:"
+    return int(status.partition(key)[2].split()[0]) << 10
+
+
+def _measured(what: str, job_dir: Path) -> None:
+    job = load_job(job_dir)
+    before = _resident_bytes(most=False)
+    if what == "generate":
+        generate(job, FAMILY)
+        print(_resident_bytes(most=True) - before)
+    else:
+        with open_responses(job, FAMILY):
+            print(_resident_bytes(most=False) - before)
 
 
 if __name__ == "__main__":
-    _opened(Path(sys.argv[1]), int(sys.argv[2]))
+    _measured(sys.argv[1], Path(sys.argv[2]))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drafter.engines import balance, client
-from drafter.engines.balance import TRIAL_S, Balancer, Slot
+from drafter.engines.balance import FULL_STREAK, TRIAL_S, Balancer, Slot
 
 
 def take(balancer: Balancer, number: int, now: float = 0.0, **wish: Any) -> list[Slot]:
@@ -45,7 +45,7 @@ def test_answers_teach_how_long_an_answer_will_be() -> None:
     balancer = Balancer(["a"], 8)
     (slot,) = take(balancer, 1)
     assert slot.tokens == 110
-    balancer.answered(slot, 20)
+    balancer.answered(slot, 20, 0.0)
     balancer.release(slot, 0.0)
     (slot,) = take(balancer, 1)
     assert slot.tokens == 30
@@ -71,12 +71,12 @@ def test_a_burst_of_refusals_cuts_the_concurrency_once_and_answers_let_it_grow_b
     assert endpoint.limit == 75 and endpoint.state == "closed"
     assert len(take(balancer, 99, now=600)) == 75 - 59
     for slot in slots[41:]:
-        balancer.answered(slot, 10)
+        balancer.answered(slot, 10, 0.0)
         balancer.release(slot, 0.0)
     assert endpoint.limit == 75 + 59 // balance.GROW_AFTER
     for _ in range(1000):
         (slot,) = take(balancer, 1, now=700)
-        balancer.answered(slot, 10)
+        balancer.answered(slot, 10, 0.0)
         balancer.release(slot, 0.0)
     assert endpoint.limit == 100
 
@@ -99,6 +99,88 @@ def test_a_full_engine_is_left_alone_longer_and_longer_or_as_long_as_it_says() -
     assert balancer.endpoints[0].limit == 1
 
 
+def one_answer(balancer: Balancer, now: float) -> None:
+    (slot,) = take(balancer, 1, now)
+    balancer.answered(slot, 10, now)
+    balancer.release(slot, now)
+
+
+def test_after_an_outage_each_answer_is_one_more_in_flight_up_to_what_it_took_before() -> None:
+    balancer, now = Balancer(["a"], 150), 10.0
+    (endpoint,) = balancer.endpoints
+    for _ in range(10):
+        slots = take(balancer, 150, now)
+        for slot in slots:
+            balancer.throttled(slot, now)
+            balancer.release(slot, now)
+        now += 60
+    assert endpoint.limit < 10
+    answers = 0
+    while endpoint.limit < 0.75 * 150:
+        one_answer(balancer, now)
+        answers += 1
+    assert answers <= 0.75 * 150
+    while endpoint.limit < 150:
+        one_answer(balancer, now)
+        answers += 1
+    assert answers <= 0.75 * 150 + balance.GROW_AFTER * 0.25 * 150 + 1
+
+
+def test_an_engine_that_takes_less_than_before_is_not_overrun_again_and_again() -> None:
+    balancer, now, refusals = Balancer(["a"], 150), 0.0, 0
+    for _ in range(600):
+        now += 2
+        slots = take(balancer, 150, now)
+        for slot in slots[20:]:
+            balancer.throttled(slot, now)
+            refusals += 1
+        for slot in slots[:20]:
+            balancer.answered(slot, 10, now)
+        for slot in slots:
+            balancer.release(slot, now)
+    assert balancer.endpoints[0].limit <= 26
+    assert refusals < 0.2 * 600 * 20
+
+
+@pytest.mark.parametrize("pause_s", [0, None])
+def test_a_trial_that_is_refused_opens_again_and_leaves_the_limit(pause_s: float | None) -> None:
+    balancer = Balancer(["a"], 150, down=["a"])
+    (endpoint,) = balancer.endpoints
+    balancer.probed(endpoint, up=True)
+    (trial,) = take(balancer, 9, 100)
+    balancer.throttled(trial, 101, pause_s)
+    balancer.release(trial, 101)
+    assert endpoint.limit == 150 and endpoint.state == "open"
+
+
+def test_a_timeout_at_the_end_of_a_job_is_no_reason_to_send_one_by_one() -> None:
+    balancer = Balancer(["a"], 150)
+    first, *_ = take(balancer, 3, 10)
+    balancer.throttled(first, 700, pause_s=0)
+    assert balancer.endpoints[0].limit > 50
+
+
+def test_an_engine_that_refuses_everything_is_down_and_blames_no_prompt() -> None:
+    balancer = Balancer(["a", "b"], 50)
+    slots = take(balancer, 100)
+    for slot in slots:
+        balancer.refused(slot, 5, None)
+        balancer.release(slot, 5)
+    assert [slot.fault for slot in slots].count("full") == 2 * (51 - FULL_STREAK)
+    assert balancer.down_since == 5
+    one_answer(balancer, 100)
+    assert balancer.down_since is None
+
+
+def test_an_answer_from_an_open_endpoint_shows_that_it_lives() -> None:
+    balancer = Balancer(["a"], 8)
+    first, second = take(balancer, 2)
+    balancer.failed(first, 10, refused=True)
+    assert balancer.down_since == 10
+    balancer.answered(second, 10, 500)
+    assert balancer.endpoints[0].state == "open" and balancer.down_since == 500
+
+
 @pytest.mark.parametrize(("refused", "failures"), [(True, 1), (False, balance.FAILURES_TO_OPEN)])
 def test_the_breaker_opens_at_once_or_after_failures_in_a_row(refused: bool, failures: int) -> None:
     balancer = Balancer(["a"], 100)
@@ -106,7 +188,7 @@ def test_the_breaker_opens_at_once_or_after_failures_in_a_row(refused: bool, fai
     for slot in slots[: failures - 1]:
         balancer.failed(slot, 1, refused)
     if not refused:
-        balancer.answered(answered, None)  # an answer between them: not in a row
+        balancer.answered(answered, None, 0.0)  # an answer between them: not in a row
         for slot in slots[: failures - 1]:
             balancer.failed(slot, 1, refused)
     assert balancer.endpoints[0].state == "closed" and balancer.down_since is None
@@ -134,16 +216,17 @@ def test_an_endpoint_that_is_back_gets_one_request_first() -> None:
         balancer.probed(endpoint, up=False)
     assert waits == [1, 2, 4, 8, 16, 30, 30]
     balancer.probed(endpoint, up=True)
-    assert balancer.down_since is None
     (trial,) = take(balancer, 8, 100)
     balancer.failed(trial, 101, refused=False)
     balancer.release(trial, 0.0)
     assert endpoint.state == "open" and endpoint.probe_wait_s == 1
+    assert balancer.down_since == 5, "health alone is no answer"
     balancer.probed(endpoint, up=True)
     (trial,) = take(balancer, 8, 102)
-    balancer.answered(trial, 10)
+    balancer.answered(trial, 10, 0.0)
     balancer.release(trial, 0.0)
     assert endpoint.state == "closed" and len(take(balancer, 9, 103)) == 8
+    assert balancer.down_since is None
 
 
 def test_a_trial_that_has_not_failed_for_a_while_will_do() -> None:
@@ -181,7 +264,9 @@ def test_whatever_happens_the_books_balance() -> None:
             slot = flying.pop(dice.randrange(len(flying)))
             happens = dice.random()
             if happens < 0.7:
-                balancer.answered(slot, dice.randrange(100))
+                balancer.answered(slot, dice.randrange(100), 0.0)
+            elif happens < 0.75:
+                balancer.refused(slot, now, dice.choice([None, 0, 3]))
             elif happens < 0.85:
                 balancer.throttled(slot, now, dice.choice([None, 0, 3]))
             elif happens < 0.98:
@@ -191,8 +276,11 @@ def test_whatever_happens_the_books_balance() -> None:
             assert 1 <= endpoint.limit <= 20 and 0 <= endpoint.in_flight <= 20
             if endpoint.state == "open":
                 balancer.probed(endpoint, up=dice.random() < 0.2)
-        is_down = all(endpoint.state == "open" for endpoint in balancer.endpoints)
-        assert is_down == (balancer.down_since is not None)
+        unwell = [e.state == "open" or e.refusals >= FULL_STREAK for e in balancer.endpoints]
+        assert balancer.down_since is not None or not all(unwell)
+        assert balancer.down_since is None or not any(
+            e.state == "closed" and not e.refusals for e in balancer.endpoints
+        )
     for slot in flying:
         balancer.release(slot, 0.0)
     assert all(e.in_flight == 0 and abs(e.tokens) < 1e-6 for e in balancer.endpoints)

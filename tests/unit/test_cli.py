@@ -13,6 +13,7 @@ from unit.pty_child import PYTHONPATH, PtyChild
 from unit.test_repair import workspace
 from unit.test_show import answer, prepared, put
 
+from drafter import cli
 from drafter.errors import RecipeError
 from drafter.layout import Prepared, Workspace, write_json
 from drafter.status import COLUMNS, as_table, read_status
@@ -37,10 +38,13 @@ MISTAKES = {
     "unknown command": (["fly"], "invalid choice: 'fly'"),
     "no workspace": (["status"], "which workspace?"),
     "unknown option": (["status", "--far"], "unrecognized arguments: --far"),
-    "not a number": (["show", "B1", "--last", "x"], "invalid count value: 'x'"),
-    "none asked for": (["show", "B1", "--last", "0"], "invalid count value: '0'"),
+    "not a number": (["show", "B1", "--last", "x"], "'x' is no number from 1 on"),
+    "none asked for": (["show", "B1", "--last", "0"], "'0' is no number from 1 on"),
     "no dataset": (["repair", "B1", "--workspace", "/none"], "no dataset 'B1' in /none"),
-    "no time": (["discard", "B1", "--since", "soon"], "invalid time value: 'soon'"),
+    "no time": (["discard", "B1", "--since", "soon"], "'soon' is neither an ISO nor a Unix"),
+    "no number": (["discard", "B1", "--since", "nan"], "'nan' is neither an ISO nor a Unix"),
+    "no end": (["discard", "B1", "--since", "inf"], "'inf' is neither an ISO nor a Unix"),
+    "no calendar": (["discard", "B1", "--since", "1e300"], "'1e300' is neither an ISO nor a"),
     "no job": (["start"], "no job on stdin"),
     "watching a pipe": (
         ["status", "--workspace", "/none", "--watch"],
@@ -132,6 +136,39 @@ def test_status_is_a_table_for_people(workspace: Workspace) -> None:
     assert cells(workspace, "B2")["state"] == "generate data wrong (65)"
     state(workspace, "train", "all", exit={"code": 0, "ended": 5})
     assert cells(workspace, "all")["state"] == "train done"
+
+
+PROGRESS = {
+    "prompts": 9, "responses": 5, "completion_tokens": 105, "token_budget": 100,
+    "tokens_per_s": 7.0, "in_flight": 0, "eta_s": 0, "stop_reason": "quota", "failed": {"abort": 1},
+}  # fmt: skip
+
+AFTER = {
+    # name: (what a person does, stored responses then)
+    "restart": (["restart", "B1", "--yes"], ""),
+    "discard": (["discard", "B1", "--session", "2", "--yes"], "2"),
+}
+
+
+@pytest.mark.parametrize(("command", "stored"), AFTER.values(), ids=AFTER)
+def test_numbers_of_a_job_go_with_what_it_made(
+    command: list[str], stored: str, workspace: Workspace
+) -> None:
+    state(workspace, "generate", "B1", exit={"code": 0, "ended": 5}, progress=PROGRESS)
+    before = cells(workspace, "B1")
+    assert before["responses"] == "5" and before["stop reason"] == "quota"
+    assert cli.main([*command, "--workspace", str(workspace.root)]) == 0
+    after = cells(workspace, "B1")
+    assert (after["state"], after["responses"]) == ("prepare done", stored)
+    assert after["tokens"] == after["stop reason"] == after["failed"] == ""
+
+
+def test_a_job_that_ended_without_a_result_shows_what_is_stored(workspace: Workspace) -> None:
+    write_json(workspace.prepared("B1").manifest, {"prepare": {"counts": {"prompts": 4}}})
+    state(workspace, "generate", "B1", exit={"code": 65, "ended": 5}, progress=PROGRESS)
+    shown = cells(workspace, "B1")
+    assert (shown["state"], shown["responses"]) == ("generate data wrong (65)", "3")
+    assert shown["tokens"] == shown["stop reason"] == ""
 
 
 def test_a_running_job_tells_its_own_numbers() -> None:

@@ -104,7 +104,7 @@ def test_since_a_time_after_the_last_answer_is_nothing(workspace: Workspace, cap
         (["--session", "3"], RecipeError, "no session 3: give a number from 1 to 2 or a start_id"),
         (["--session", "0"], RecipeError, "no session 0"),
         (["--session", "nobody"], RecipeError, "no session nobody"),
-        (["--since", "yesterday"], RecipeError, "invalid time value: 'yesterday'"),
+        (["--since", "yesterday"], RecipeError, "'yesterday' is neither an ISO nor a Unix time"),
         ([], RecipeError, "one of the arguments --session --since is required"),
     ],
 )

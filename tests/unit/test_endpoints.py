@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.fake_engine import FakeEngine, Reply, Site, assert_complete, generated, sound
+from unit.fake_engine import (
+    FakeEngine,
+    Reply,
+    Site,
+    assert_complete,
+    generated,
+    sound,
+)
 
 from drafter import workers
 from drafter.engines import balance, client
@@ -189,7 +196,8 @@ def test_an_engine_that_stays_away_is_busy_after_the_patience_of_the_recipe(
 @pytest.mark.usefixtures("_quick")
 def test_an_engine_whose_health_lies_is_tried_gently_and_blamed(tmp_path: Path) -> None:
     with FakeEngine(lambda *_: Reply(500, b"oops")) as engine:
-        site = Site(tmp_path, urls=(engine.url,), settings={"attempts": 2})
+        settings = {"attempts": 2}
+        site = Site(tmp_path, urls=(engine.url,), settings=settings, engine={"patience_s": 60})
         with pytest.raises(Busy, match="prompts in a row"):
             generated(site)
         assert len(engine.requests) <= 2 * 24
@@ -289,3 +297,69 @@ def test_silence_alone_ends_no_request(tmp_path: Path) -> None:
         generated(site)
         assert len(engine.requests) == 60
     assert_complete(site, 60)
+
+
+def test_an_engine_that_hangs_with_all_in_flight_and_recovers_costs_no_attempt(
+    tmp_path: Path,
+) -> None:
+    def behave(request: dict[str, Any], number: int, again: int) -> Reply:
+        if number <= 20 or (engine.health == 200 and number > 28):
+            return sound(request, number, again)
+        if number == 28:
+            engine.health = 503
+            engine._loop.call_later(3, setattr, engine, "health", 200)
+        return Reply(delay_s=999)
+
+    with FakeEngine(behave) as engine:
+        settings, limits = {"attempts": 1}, {**HANGS_LONG, "patience_s": 60}
+        site = Site(tmp_path, urls=(engine.url,), settings=settings, engine=limits)
+        section = generated(site)
+        assert len(engine.requests) == 68
+    assert_complete(site, 60)
+    assert section["counts"]["failed"] == {}
+    assert counted(site) == {"ok": 60, "transient": 8}
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+def test_one_of_two_that_becomes_another_server_is_left_alone(status: int, tmp_path: Path) -> None:
+    with FakeEngine(slowly) as one, FakeEngine(slowly) as two:
+
+        def other(request: dict[str, Any], number: int, again: int) -> Reply:
+            return Reply(status, b"no") if number > 20 else slowly(request, number, again)
+
+        one.behave = other
+        settings = {"attempts": 1}
+        site = Site(tmp_path, 200, urls=(one.url, two.url), settings=settings)
+        section = generated(site)
+        sent = len(one.requests) + len(two.requests)
+        assert sum(counted(site).values()) == sent <= 200 + 16
+    assert section["counts"]["failed"] == {}
+    assert_complete(site, 200)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_an_engine_that_refuses_all_for_a_while_is_waited_for(tmp_path: Path) -> None:
+    begun = time.monotonic()
+
+    def behave(request: dict[str, Any], number: int, again: int) -> Reply:
+        if number > 20 and time.monotonic() < begun + 3:
+            return Reply(503, b"loading")
+        return sound(request, number, again)
+
+    with FakeEngine(behave) as engine:
+        settings, patience = {"attempts": 4}, {"patience_s": 60}
+        site = Site(tmp_path, 60, urls=(engine.url,), settings=settings, engine=patience)
+        section = generated(site)
+        assert sum(counted(site).values()) == len(engine.requests)
+    assert section["counts"]["failed"] == {}
+    assert_complete(site, 60)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_an_engine_that_refuses_all_for_too_long_is_busy(tmp_path: Path) -> None:
+    with FakeEngine(lambda *_: Reply(503, b"loading")) as engine:
+        site = Site(tmp_path, 60, urls=(engine.url,), engine={"patience_s": 0.5})
+        with pytest.raises(Busy, match="answers no request"):
+            generated(site)
+    assert site.prepared.failed.read_bytes() == b""

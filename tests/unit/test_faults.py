@@ -50,6 +50,9 @@ def bad(**changes: Any) -> Any:
     return behave
 
 
+ENDLESS = 4 << 20
+"""Bytes: more than an answer of 64 tokens has."""
+
 FAULTS = {
     # name: (behaviour of the server, class, sends per prompt with 3 attempts)
     "503": (lambda *_: Reply(503, {"object": "error"}), "transient", 3),
@@ -67,6 +70,9 @@ FAULTS = {
     "id outside": (bad(output_ids=[VOCAB, CLOSE, TEXT, STOP]), "malformed", 3),
     "no stop id": (bad(output_ids=[TEXT, CLOSE, TEXT]), "malformed", 3),
     "bool id": (bad(output_ids=[True, CLOSE, TEXT, STOP]), "malformed", 3),
+    "302": (lambda *_: Reply(302, headers={"Location": "/login"}), "malformed", 3),
+    "204": (lambda *_: Reply(204, b""), "malformed", 3),
+    "endless": (lambda *_: Reply(body=b"[" * ENDLESS), "malformed", 3),
     "400": (lambda *_: Reply(400, {"error": "bad sampling"}), "permanent", 1),
     "400 too long": (
         lambda *_: Reply(400, {"error": {"message": "Requested token count exceeds it"}}),
@@ -170,7 +176,9 @@ def test_a_storm_of_faults_loses_no_row_and_sends_little_more_than_needed(tmp_pa
     dice, faults = random.Random(3), Counter[str]()
 
     def storm(request: dict[str, Any], number: int, again: int) -> Reply:
-        kinds = [name for name in FAULTS if FAULTS[name][2] == 3 and name != "hang"]
+        kinds = [
+            name for name in FAULTS if FAULTS[name][2] == 3 and name not in ("hang", "endless")
+        ]
         if again < 2 and dice.random() < 0.3:
             name = dice.choice(kinds)
             faults[name] += 1
@@ -229,14 +237,15 @@ def test_an_engine_that_dies_on_the_way_is_busy_and_no_prompt_is_blamed(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("fault", "error"), [("503", Busy), ("400", DataError), ("half JSON", DataError)]
+    ("fault", "error"), [("500", Busy), ("400", DataError), ("half JSON", DataError)]
 )
 @pytest.mark.parametrize("num_prompts", [3, 60])
 def test_an_engine_that_fails_everything_is_to_blame_not_the_prompts(
     fault: str, error: type[Exception], num_prompts: int, tmp_path: Path
 ) -> None:
     with FakeEngine(FAULTS[fault][0]) as engine:
-        site = Site(tmp_path, num_prompts=num_prompts, urls=(engine.url,))
+        patient = {"patience_s": 60}
+        site = Site(tmp_path, num_prompts=num_prompts, urls=(engine.url,), engine=patient)
         with pytest.raises(error, match="prompts in a row"):
             generated(site)
         assert len(engine.requests) <= 4 * (16 + 8)
@@ -261,6 +270,56 @@ def test_the_key_is_sent_and_a_wrong_one_is_a_recipe_error(
         monkeypatch.setenv("FAKE_KEY", "sesame")
         generated(site)
     assert_complete(site, 60)
+
+
+@pytest.mark.parametrize("key", ["secret\nX: y", "secret\x07", "s\u00e9cret", "\n"])
+def test_a_key_that_no_header_may_carry_is_refused_and_never_shown(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_KEY", key)
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,), engine={"api_key_env": "FAKE_KEY"})
+        with pytest.raises(RecipeError, match="FAKE_KEY") as refused:
+            generated(site)
+    assert "cret" not in str(refused.value)
+    assert not site.prepared.failed.exists() or not site.prepared.failed.read_bytes()
+
+
+def test_the_line_feed_after_a_key_is_not_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_KEY", "sesame\n")
+    with FakeEngine(key="sesame") as engine:
+        site = Site(tmp_path, urls=(engine.url,), engine={"api_key_env": "FAKE_KEY"})
+        generated(site)
+    assert_complete(site, 60)
+
+
+def test_a_body_without_an_end_is_not_read_to_its_timeout(tmp_path: Path) -> None:
+    def behave(request: dict[str, Any], number: int, again: int) -> Reply:
+        if number == 3:
+            return Reply(body=b"[" * (2 * ENDLESS), stall_s=600)
+        return sound(request, number, again)
+
+    with FakeEngine(behave) as engine:
+        site = Site(tmp_path, urls=(engine.url,), engine={"queue_timeout_s": 600})
+        generated(site)
+    assert_complete(site, 60)
+
+
+def test_when_the_engine_is_found_broken_nothing_is_sent_again(tmp_path: Path) -> None:
+    def behave(request: dict[str, Any], number: int, again: int) -> Reply:
+        if number == 20:
+            return Reply(403, b"no")
+        return Reply(body=[], delay_s=0.3) if number > 12 else sound(request, number, again)
+
+    with FakeEngine(behave) as engine:
+        site = Site(tmp_path, urls=(engine.url,), settings={"attempts": 4})
+        with pytest.raises(RecipeError, match="403"):
+            generated(site)
+        # Those in flight at that moment, and what was on its way.
+        assert len(engine.requests) <= 20 + 8
+    assert site.prepared.failed.read_bytes() == b""
 
 
 def test_several_urls_share_the_work_and_a_dead_one_is_avoided(tmp_path: Path) -> None:

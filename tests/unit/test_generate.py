@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from unit.fake_engine import (
     CLOSE,
     DATASET,
+    FAMILY,
     STOP,
     TEXT,
     FakeEngine,
@@ -23,7 +25,9 @@ from unit.fake_engine import (
 
 from drafter import plan
 from drafter.errors import DataError, RecipeError
-from drafter.layout import file_record, read_json, write_section
+from drafter.generate import open_responses
+from drafter.layout import file_record, read_json, read_section, write_section
+from drafter.responses import Tainted
 
 
 def test_every_prompt_is_answered_once_and_the_manifest_says_so(tmp_path: Path) -> None:
@@ -272,3 +276,75 @@ def test_a_retired_prompt_is_not_asked_again_when_its_row_has_gone(tmp_path: Pat
         write_section(site.prepared.manifest, "prepare", section)
         generated(site)
     assert [row["sample_id"] for row in site.responses()] == [f"{DATASET}-1", f"{DATASET}-2"]
+
+
+@pytest.mark.parametrize("retired", [[1], [1, 2, 5], [0, 40]])
+def test_a_retired_prompt_among_answered_ones_does_not_stop_a_resume(
+    retired: list[int], tmp_path: Path
+) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,), in_flight=8)
+        mark_prompts(site, {position: {"retired": True} for position in retired})
+        generated(site, token_budget=1200)
+        before = site.prepared.responses.read_bytes()
+        generated(site)
+    assert site.prepared.responses.read_bytes().startswith(before)
+    answered = {row["sample_id"] for row in site.responses()}
+    assert answered == {f"{DATASET}-{i:04d}" for i in range(60) if i not in retired}
+
+
+def mark_prompts(site: Site, marks: dict[int, dict[str, bool]]) -> None:
+    """Add keys to rows of prompt_ids.jsonl, by position, as prepare would."""
+    path = site.prepared.prompt_ids
+    rows = site.read(path)
+    site.write(path, [{**row, **marks.get(i, {})} for i, row in enumerate(rows)])
+    section = {**(read_section(site.prepared.manifest, "prepare") or {})}
+    section["files"] = {path.name: file_record(path)}
+    write_section(site.prepared.manifest, "prepare", section)
+
+
+BAD_SESSIONS = {
+    "no offset": ({"time": 1.0, "start_id": "s", "identity": {}}, "offset None"),
+    "an identity that is none": (
+        {"time": 1.0, "offset": 0, "start_id": "s", "identity": "abc"},
+        "identity is no object",
+    ),
+    "an offset that is none": ({"time": 1.0, "offset": "0"}, "offset '0'"),
+}
+
+
+@pytest.mark.parametrize(("session", "fault"), BAD_SESSIONS.values(), ids=BAD_SESSIONS)
+def test_a_line_that_is_no_session_names_itself_and_the_way_out(
+    session: dict[str, Any], fault: str, tmp_path: Path
+) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,))
+        generated(site, token_budget=300)
+        site.write(site.prepared.sessions, [*site.read(site.prepared.sessions), session])
+        with pytest.raises(DataError, match=rf"sessions\.jsonl:2 is damaged \(.*{fault}.*repair"):
+            generated(site)
+        with pytest.raises(DataError, match=r"sessions\.jsonl:2 is damaged.*drafter repair B1"):
+            open_responses(site.job(), FAMILY)
+
+
+@pytest.mark.parametrize("fault", ["tainted", "damaged", "session"])
+def test_files_are_closed_when_opening_them_fails(fault: str, tmp_path: Path) -> None:
+    with FakeEngine() as engine:
+        site = Site(tmp_path, urls=(engine.url,))
+        generated(site, token_budget=800)
+        rows = site.responses()
+        broken = [{**rows[0], "sample_id": f"x{i}", "output_ids": [STOP]} for i in range(32)]
+        site.write(site.prepared.responses, [*rows, *(broken if fault == "tainted" else [[]])])
+        if fault == "session":
+            site.write(site.prepared.responses, rows)
+            site.write(site.prepared.sessions, [{"identity": "abc"}])
+    before = open_files(site)
+    with pytest.raises((Tainted, DataError)):
+        open_responses(site.job(), FAMILY)
+    assert open_files(site) == before == []
+
+
+def open_files(site: Site) -> list[str]:
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    paths = [os.readlink(link) for link in links if os.path.lexists(link)]
+    return [path for path in paths if path.startswith(str(site.prepared.root))]

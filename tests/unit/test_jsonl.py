@@ -153,3 +153,16 @@ def test_reading_takes_constant_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 3_000_000
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("num_lines", [0, 1, 2, 3, 4, 9])
+@pytest.mark.parametrize("block", [1, 2, 7, 1 << 20])
+@pytest.mark.parametrize("lines", [b"", b"{}\n", b'{"a":1}\n{}\n{"b":22}\n', b"{}\n\n\n{}\n"])
+def test_the_tail_begins_at_the_first_of_the_last_lines(
+    lines: bytes, block: int, num_lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "_BLOCK_BYTES", block)
+    (path := tmp_path / "x.jsonl").write_bytes(lines)
+    whole = lines.splitlines(keepends=True)
+    expected = len(b"".join(whole[: max(len(whole) - num_lines, 0)]))
+    assert jsonl.tail(path, num_lines) == expected

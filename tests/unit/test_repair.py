@@ -14,6 +14,7 @@ from drafter.layout import Workspace, locked, read_json, write_json
 from drafter.responses import count_failures
 
 IDENTITY = {"revision": "r1"}
+MESSAGES = [{"role": "user", "content": "x"}]
 START = {"start_id": "s1", "run_id": "r", "code": "c", "identity": IDENTITY}
 
 
@@ -37,7 +38,7 @@ def workspace(tmp_path: Path) -> Workspace:
     prepared.responses.write_bytes(b"".join(rows))
     prepared.failed.write_bytes(line({"sample_id": "B1-9", "class": "abort", "reason": "x"}))
     prepared.prompts.write_bytes(
-        b"".join(line({"sample_id": f"B1-{n}", "messages": []}) for n in range(4))
+        b"".join(line({"sample_id": f"B1-{n}", "messages": MESSAGES}) for n in range(4))
     )
     second = len(rows[0]) + len(rows[1])
     marks = [
@@ -134,10 +135,15 @@ def _with_offsets(workspace: Workspace, offsets: list[int]) -> None:
         ("failed.jsonl", line({"class": "abort"}), ["prepare", "validate"]),
         ("sessions.jsonl", line({"time": 5}), ["generate", "prepare", "validate"]),
         ("sessions.jsonl", b"{{\n", ["generate", "prepare", "validate"]),
-        (
-            "prompts.jsonl",
-            line({"sample_id": "B1-1", "messages": []}),
-            ["generate", "prepare", "validate"],
+        *(
+            ("prompts.jsonl", line(bad), ["generate", "prepare", "validate"])
+            for bad in (
+                {"sample_id": "B1-1", "messages": MESSAGES},
+                {"sample_id": 7, "messages": MESSAGES},
+                {"sample_id": "B1-7", "messages": []},
+                {"sample_id": "B1-7", "messages": [{"content": "x"}]},
+                {"sample_id": "B1-7", "messages": MESSAGES, "tools": {}},
+            )
         ),
     ],
 )

@@ -42,21 +42,31 @@ def add_to(add: Add) -> None:
 
 
 def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise ValueError
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
     return count
 
 
 def _moment(text: str) -> float:
     try:
+        moment = _unix_or_iso(text)
+        # What no calendar holds, nan and inf among it.
+        datetime.fromtimestamp(moment, UTC)
+    except (ValueError, OverflowError, OSError):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither an ISO nor a Unix time") from None
+    return moment
+
+
+def _unix_or_iso(text: str) -> float:
+    try:
         return float(text)
     except ValueError:
         moment = datetime.fromisoformat(text)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-# argparse names what it could not read after the function that reads it.
-_count.__name__, _moment.__name__ = "count", "time"
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,9 @@ from drafter.errors import Busy, RecipeError
 from drafter.recipe import Generate
 from drafter.rows import Family, check_row
 
-_TRANSIENT_STATUS = frozenset({408, 425, 429})
+_TRANSIENT_STATUS = frozenset({401, 403, 404, 405, 408, 425, 429})
+"""Of 4xx: what the server is or does just now, whatever the prompt."""
+
 _SET_KEY = "set the variable that engine.api_key_env names to"
 
 
@@ -85,6 +87,8 @@ def judge(
         reason = f"HTTP {status}: {text}"
         if status in _TRANSIENT_STATUS or status >= 500:
             return Outcome("transient", reason, None)
+        if not 400 <= status < 500:
+            return Outcome("malformed", reason, None)
         too_long = any(message in text for message in api.too_long)
         return Outcome("prompt too long" if too_long else "permanent", reason, None)
     try:

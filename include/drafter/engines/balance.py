@@ -7,12 +7,13 @@ from an endpoint that is gone:
 
     closed   requests go out
     open     connection refused, or 5 failures in a row (resets, 5xx); /health is asked with backoff
-             (also when it is silent with requests in flight and /health does not answer)
+             (also when it hangs: silent, requests in flight, /health does not answer; and when
+             it says 401, 403, 404 or 405)
     trial    /health answers and the model is right: one request goes first. The breaker closes on
              an answer, or after 10 s without a failure, because an answer may take an hour
 
 An engine that is full (503, 429) or refuses a request (any other 4xx) answers, so that never opens
-the breaker: one bad class of prompts must not shed all others. Times are seconds of any steady
+a closed breaker: one bad class of prompts must not shed all others. Times are seconds of any steady
 clock.
 """
 
@@ -32,7 +33,11 @@ CUT_COOLDOWN_S = 1.0
 """Within it, as for requests sent before the last cut, a refusal is of the same burst."""
 
 GROW_AFTER = 4
-"""Answers per request more. Answers take minutes: one more per round of all would take days."""
+"""Answers per request more, beyond what the endpoint could take last; up to there each answer is
+one. Answers take minutes: one more per round of all would take days."""
+
+FULL_STREAK = 16
+"""Refusals in a row, without an answer between, that are the engine's state and no prompt's."""
 
 PAUSE_S = 0.5
 PAUSE_CAP_S = 30.0
@@ -53,6 +58,9 @@ class Endpoint:
     failures: int = 0
     """In a row."""
 
+    refusals: int = 0
+    """503 and 429 without an answer between."""
+
     heard_at: float = 0.0
     """When it last answered, failed, or got a request while it had none."""
 
@@ -61,18 +69,24 @@ class Endpoint:
 
     _trial_since: float | None = None
     _answers: int = 0
+    _held: float = float("inf")
+    """What it could take when it last answered: no burst without answers lowers it."""
+
     _bursts: int = 0
     _cut_at: float = float("-inf")
     _paused_until: float = float("-inf")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Slot:
     """One request's place at an endpoint."""
 
     endpoint: Endpoint
     tokens: float
     sent_at: float
+    fault: Literal["full", "lost"] | None = None
+    """Of the endpoint, whatever the request asked: it refuses everything; it hangs, or has become
+    another kind of server."""
 
 
 class Balancer:
@@ -83,7 +97,8 @@ class Balancer:
         those in ``down`` are open from the start."""
         self.endpoints = [Endpoint(url, max_in_flight) for url in urls]
         self.down_since: float | None = None
-        """Since when no endpoint has answered; None while one does."""
+        """Since when every endpoint is open or refuses all, a trial that failed not counted; None
+        while one answers. An answer that still comes in begins it anew."""
         self._max = max_in_flight
         self._num_answers = self._answer_tokens = 0
         for endpoint in self.endpoints:
@@ -119,29 +134,41 @@ class Balancer:
         return [
             endpoint
             for endpoint in self.endpoints
-            if endpoint.state != "open"
-            and endpoint.in_flight
-            and now - endpoint.heard_at >= silence_s
+            if endpoint.in_flight and now - endpoint.heard_at >= silence_s
         ]
 
     def lost(self, endpoint: Endpoint, now: float) -> None:
-        """It holds requests, is silent, and /health does not answer either."""
+        """It hangs, or has become another kind of server, which /health need not show."""
+        wait_s = endpoint.probe_wait_s
         self._open(endpoint, now)
+        endpoint.probe_wait_s = min(2 * wait_s, PROBE_CAP_S)
 
-    def answered(self, slot: Slot, completion_tokens: int | None) -> None:
+    def answered(self, slot: Slot, completion_tokens: int | None, now: float) -> None:
         """``completion_tokens`` of a whole answer, None of one that is not: both show life."""
         endpoint = slot.endpoint
-        endpoint.failures = endpoint._bursts = 0
-        if endpoint.state == "trial" and _is_trial(slot):
-            endpoint.state = "closed"
+        endpoint.failures = endpoint.refusals = endpoint._bursts = 0
+        if endpoint.state == "open":
+            self.down_since = None if self.down_since is None else now
+        elif endpoint.state == "closed" or _is_trial(slot):
+            self._close(endpoint)
         if completion_tokens is None:
             return
         self._num_answers += 1
         self._answer_tokens += completion_tokens
         endpoint._answers += 1
-        if endpoint._answers >= GROW_AFTER:
+        if endpoint.limit < endpoint._held or endpoint._answers >= GROW_AFTER:
             endpoint._answers = 0
             endpoint.limit = min(endpoint.limit + 1, self._max)
+
+    def refused(self, slot: Slot, now: float, pause_s: float | None) -> None:
+        """503 or 429, nothing was done: as ``throttled``, and costs the prompt nothing when the
+        endpoint refuses everything."""
+        endpoint = slot.endpoint
+        endpoint.refusals += 1
+        if endpoint.refusals >= FULL_STREAK:
+            slot.fault = "full"
+        self.throttled(slot, now, pause_s)
+        self._note_down(now)
 
     def throttled(self, slot: Slot, now: float, pause_s: float | None = None) -> None:
         """It has too much to do. ``pause_s``: how long it wants nothing, None when it did not say.
@@ -149,13 +176,17 @@ class Balancer:
         A timeout is one too, with ``pause_s`` 0.
         """
         endpoint = slot.endpoint
-        if slot.sent_at > endpoint._cut_at and now - endpoint._cut_at >= CUT_COOLDOWN_S:
-            endpoint.limit = max(CUT * min(endpoint.limit, endpoint.in_flight), 1.0)
+        if endpoint.state == "trial" and _is_trial(slot):
+            # One request says nothing about how many it can take.
+            self._open(endpoint, now)
+            endpoint._bursts += 1
+        elif slot.sent_at > endpoint._cut_at and now - endpoint._cut_at >= CUT_COOLDOWN_S:
+            self._cut(endpoint)
             endpoint._cut_at = now
             endpoint._answers = 0
             endpoint._bursts += 1
         if pause_s is None:
-            pause_s = min(PAUSE_S * 2.0 ** (endpoint._bursts - 1), PAUSE_CAP_S)
+            pause_s = min(PAUSE_S * 2.0 ** max(endpoint._bursts - 1, 0), PAUSE_CAP_S)
         endpoint._paused_until = max(endpoint._paused_until, now + pause_s)
 
     def failed(self, slot: Slot, now: float, refused: bool) -> None:
@@ -172,7 +203,6 @@ class Balancer:
         """/health of an open endpoint was asked, and whether it serves what it should."""
         if up:
             endpoint.state, endpoint.failures, endpoint._trial_since = "trial", 0, None
-            self.down_since = None
         else:
             endpoint.probe_wait_s = min(2 * endpoint.probe_wait_s, PROBE_CAP_S)
 
@@ -193,12 +223,30 @@ class Balancer:
                 return True
             if now < endpoint._trial_since + TRIAL_S:
                 return False
-            endpoint.state = "closed"
+            self._close(endpoint)
         return endpoint.in_flight < int(endpoint.limit)
+
+    def _cut(self, endpoint: Endpoint) -> None:
+        # The last requests of a job are few: that it fails with them is no reason to stay so low.
+        load = min(endpoint.limit, max(endpoint.in_flight, endpoint.limit / 2))
+        endpoint.limit = max(CUT * load, 1.0)
+        if not endpoint._bursts:
+            endpoint._held = endpoint.limit
+
+    def _close(self, endpoint: Endpoint) -> None:
+        endpoint.state = "closed"
+        if endpoint.refusals < FULL_STREAK:
+            self.down_since = None
 
     def _open(self, endpoint: Endpoint, now: float) -> None:
         endpoint.state, endpoint.probe_wait_s = "open", PROBE_S
-        if all(other.state == "open" for other in self.endpoints) and self.down_since is None:
+        self._note_down(now)
+
+    def _note_down(self, now: float) -> None:
+        if self.down_since is None and all(
+            endpoint.state == "open" or endpoint.refusals >= FULL_STREAK
+            for endpoint in self.endpoints
+        ):
             self.down_since = now
 
 

@@ -26,20 +26,31 @@ from drafter.engines.connection import (
     api_of,
     base_urls,
     open_http,
+    open_transport,
+    request_headers,
     served_by,
     tls_context,
 )
 from drafter.engines.endpoints import Endpoints
 from drafter.engines.outcomes import RULES, Kind, Outcome
-from drafter.errors import RecipeError
+from drafter.errors import DrafterError, RecipeError
 from drafter.recipe import Engine, Generate
 from drafter.rows import Family
 
-_UNTIL_ANSWERED = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+_UNTIL_ANSWERED = {"timeout": httpx.Timeout(None, connect=CONNECT_TIMEOUT_S).as_dict()}
 
 BACKOFF_S = 0.5
 BACKOFF_CAP_S = 30.0
 RETRY_AFTER_CAP_S = 120.0
+
+MAX_LOST = 3
+"""Requests lost to endpoints that hang or are wrong that cost a prompt nothing. More do: there may
+be prompts that make an engine hang."""
+
+TOKEN_BYTES = 64
+"""Of an answer at most per token, in JSON with its text; what is longer has no end."""
+
+_FRAME_BYTES = 1 << 20
 
 _FULL_STATUS = frozenset({429, 503})
 
@@ -75,15 +86,13 @@ async def connected(
         base_urls(engine), number, engine.patience_s, engine.queue_timeout_s, probe, info.down
     ) as endpoints:
         clients = [
-            Client(
-                engine, generate, family, info.context, endpoints, answers, open_http(engine, tls)
-            )
+            Client(engine, generate, family, info.context, endpoints, answers, open_transport(tls))
             for _ in range(number)
         ]
         try:
             yield clients
         finally:
-            await asyncio.gather(*(client.http.aclose() for client in clients))
+            await asyncio.gather(*(client.transport.aclose() for client in clients))
 
 
 class Client:
@@ -101,9 +110,9 @@ class Client:
         context: int,
         endpoints: Endpoints,
         answers: Counter[Kind],
-        http: httpx.AsyncClient,
+        transport: httpx.AsyncHTTPTransport,
     ) -> None:
-        self.http = http
+        self.transport = transport
         self._engine = engine
         self._api = api_of(engine)
         self._generate = generate
@@ -111,12 +120,21 @@ class Client:
         self._context = context
         self._endpoints = endpoints
         self._answers = answers
+        self._routes: dict[str, tuple[httpx.URL, httpx.Headers]] = {}
+        for base in base_urls(engine):
+            url = httpx.URL(base + self._api.path)
+            self._routes[base] = url, request_headers(engine, url)
+
+    def stop(self, error: DrafterError) -> None:
+        """No client of this engine sends anything more, new or again: ``complete`` raises ``error``
+        in place of it. What is in flight comes in."""
+        self._endpoints.stop(error)
 
     async def complete(self, sample_id: str, prompt_ids: list[int]) -> Outcome:
         """The answer to one prompt, retried as RULES say.
 
-        Raises RecipeError when the engine refuses us or serves something else, Busy when nothing
-        answers any more.
+        Raises RecipeError when every endpoint refuses us or serves something else, Busy when
+        nothing answers any more, and what ``stop`` was told.
         """
         room = self._context - 1 - len(prompt_ids)
         if room < 1:
@@ -126,18 +144,18 @@ class Client:
             reason = f"prompt is empty or has ids outside 0..{self._family.vocab_size - 1}"
             return Outcome("permanent", reason, None)
         max_new_tokens = min(self._generate.max_new_tokens, room)
-        sends = 0
+        sends = lost = 0
         avoid = None
         while True:
             async with self._endpoints.slot(len(prompt_ids), max_new_tokens, avoid) as slot:
-                try:
-                    outcome = await self._send(slot, sample_id, prompt_ids, max_new_tokens)
-                except httpx.ConnectError:
-                    # Nothing was sent: it waits for a place again, at no cost.
-                    self._endpoints.balancer.failed(slot, time.monotonic(), refused=True)
-                    continue
-            self._answers[outcome.kind] += 1
+                outcome = await self._send(slot, sample_id, prompt_ids, max_new_tokens)
             avoid = slot.endpoint.url
+            if outcome is None:
+                continue
+            self._answers[outcome.kind] += 1
+            if slot.fault == "full" or (slot.fault == "lost" and lost < MAX_LOST):
+                lost += slot.fault == "lost"
+                continue
             sends += 1
             limit = RULES[outcome.kind].sends or self._generate.attempts
             if sends >= min(limit, self._generate.attempts):
@@ -147,38 +165,66 @@ class Client:
 
     async def _send(
         self, slot: Slot, sample_id: str, prompt_ids: list[int], max_new_tokens: int
-    ) -> Outcome:
-        """One request and its class; the balancer learns how it went. ConnectError: not sent."""
+    ) -> Outcome | None:
+        """One request and its class, None when none was sent; the balancer learns how it went."""
         balancer, url = self._endpoints.balancer, slot.endpoint.url + self._api.path
         body = self._api.body(uuid.uuid4().hex, prompt_ids, max_new_tokens, self._generate)
         limit_s = timeout_s(self._engine, max_new_tokens)
         try:
             async with self._endpoints.limit(slot, limit_s):
-                response = await self.http.post(
-                    url, content=orjson.dumps(body), timeout=_UNTIL_ANSWERED
+                response, content = await self._post(
+                    slot.endpoint.url, orjson.dumps(body), TOKEN_BYTES * max_new_tokens
                 )
         except TimeoutError:
-            balancer.throttled(slot, time.monotonic(), pause_s=0)
+            if slot.fault != "lost":
+                balancer.throttled(slot, time.monotonic(), pause_s=0)
             waited_s = time.monotonic() - slot.sent_at
             return Outcome("transient", f"no whole answer within {waited_s:,.0f} s", None)
-        except httpx.ConnectError:
-            raise
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            refused = isinstance(error, httpx.ConnectError)
+            balancer.failed(slot, time.monotonic(), refused)
+            return None
         except httpx.RequestError as error:
             balancer.failed(slot, time.monotonic(), refused=False)
             return Outcome("transient", f"{type(error).__name__}: {error}", None)
-        status = response.status_code
-        raise_if_refused(self._api, url, status)
-        outcome = judge(
-            self._api, status, response.content, sample_id, len(prompt_ids), self._family
-        )
+        status, now = response.status_code, time.monotonic()
+        try:
+            raise_if_refused(self._api, url, status)
+        except RecipeError as error:
+            self._endpoints.refused(slot, error)
+            return Outcome("transient", str(error), None)
+        if content is None:
+            balancer.answered(slot, None, now)
+            return Outcome("malformed", f"HTTP {status} with a body that does not end", None)
+        outcome = judge(self._api, status, content, sample_id, len(prompt_ids), self._family)
         if status in _FULL_STATUS:
             pause_s = retry_after_s(response.headers.get("Retry-After"), time.time())
-            balancer.throttled(slot, time.monotonic(), pause_s)
+            balancer.refused(slot, now, pause_s)
         elif status >= 500:
-            balancer.failed(slot, time.monotonic(), refused=False)
+            balancer.failed(slot, now, refused=False)
         else:
-            balancer.answered(slot, outcome.row["completion_tokens"] if outcome.row else None)
+            balancer.answered(slot, outcome.row["completion_tokens"] if outcome.row else None, now)
         return outcome
+
+    async def _post(
+        self, base: str, body: bytes, max_bytes: int
+    ) -> tuple[httpx.Response, bytes | None]:
+        """The answer and its content, as it came; None where that is longer than an answer is."""
+        url, headers = self._routes[base]
+        request = httpx.Request(
+            "POST", url, headers=headers, content=body, extensions=_UNTIL_ANSWERED
+        )
+        response = await self.transport.handle_async_request(request)
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        content = bytearray()
+        try:
+            async for part in response.stream:
+                content += part
+                if len(content) > max_bytes + _FRAME_BYTES:
+                    return response, None
+        finally:
+            await response.aclose()
+        return response, bytes(content)
 
 
 def timeout_s(engine: Engine, max_new_tokens: int) -> float:

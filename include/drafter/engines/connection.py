@@ -96,7 +96,7 @@ async def served_by(engine: Engine, target: str, http: httpx.AsyncClient, url: s
             " it with the target's own"
         )
     # What the engine's path holds is known only where this host has it too.
-    if other := _differing_vocabulary(tokenizer, Path(target)):
+    if other := await asyncio.to_thread(_differing_vocabulary, tokenizer, Path(target)):
         raise RecipeError(
             f"engine {url} has another {other} in {tokenizer} than {target} has: start it with the"
             " target's own tokenizer, or correct target.path"
@@ -132,24 +132,45 @@ def open_http(engine: Engine, tls: ssl.SSLContext) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         headers=_headers(engine),
         timeout=CHECK_TIMEOUT_S,
-        transport=httpx.AsyncHTTPTransport(
-            verify=tls,
-            trust_env=False,
-            limits=httpx.Limits(keepalive_expiry=IDLE_CONNECTION_S),
-            socket_options=_KEEPALIVE,
-        ),
+        transport=open_transport(tls),
         trust_env=False,
     )
+
+
+def open_transport(tls: ssl.SSLContext) -> httpx.AsyncHTTPTransport:
+    """What ``open_http`` puts its client around. Half the work of one request is in the client
+    (URLs, cookies, redirects, encodings), and answers need none of it."""
+    return httpx.AsyncHTTPTransport(
+        verify=tls,
+        trust_env=False,
+        limits=httpx.Limits(keepalive_expiry=IDLE_CONNECTION_S),
+        socket_options=_KEEPALIVE,
+    )
+
+
+def request_headers(engine: Engine, url: httpx.URL) -> httpx.Headers:
+    """Of every request to ``url``, for a transport: those that a client would add too."""
+    request = httpx.Request("GET", url, headers=_headers(engine))
+    if url.userinfo:
+        request = next(httpx.BasicAuth(url.username, url.password).auth_flow(request))
+    return request.headers
 
 
 def _headers(engine: Engine) -> dict[str, str]:
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if engine.api_key_env:
-        key = os.environ.get(engine.api_key_env)
+        # A key read from a file often keeps its line feed.
+        key = os.environ.get(engine.api_key_env, "").strip()
         if not key:
             raise RecipeError(
                 f"{engine.api_key_env} is not set: let it hold the engine's key, visible to"
                 " non-interactive SSH sessions on the GPU host, or remove engine.api_key_env"
+            )
+        # The HTTP library would quote the key in its complaint.
+        if not (key.isascii() and key.isprintable()):
+            raise RecipeError(
+                f"{engine.api_key_env} holds characters that no HTTP header may carry, a key is"
+                " printable ASCII: set it again"
             )
         headers["Authorization"] = f"Bearer {key}"
     return headers

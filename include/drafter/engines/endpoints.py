@@ -2,10 +2,10 @@
 
 The asynchronous shell around drafter.engines.balance; one object for all workers of a job. A worker
 waits in turn until an endpoint admits its request. Endpoints whose breaker is open are asked until
-they answer and serve the recipe's model again; when none is left for ``patience_s``, every worker
-gets Busy. Waiting costs a prompt none of its attempts. An endpoint that holds requests and has been
-silent for ``silence_s`` is asked too: one that hangs would hold them for as long as the longest
-answer may take, which is hours.
+they answer and serve the recipe's model again; when none is left for ``patience_s``, none in flight
+either, every worker gets Busy. Waiting costs a prompt none of its attempts. An endpoint that holds
+requests and has been silent for ``silence_s`` is asked too: one that hangs would hold them for as
+long as the longest answer may take, which is hours.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from typing import NamedTuple, Self
 
 from drafter.engines.balance import Balancer, Endpoint, Slot
 from drafter.errors import Busy, RecipeError
+
+PROBES_TO_LOSE = 2
+"""Failed in a row while an endpoint is silent. One is not enough: under load SGLang's /health waits
+20 s for a token and says 503."""
 
 
 class _Waiter(NamedTuple):
@@ -58,6 +62,7 @@ class Endpoints:
     async def __aenter__(self) -> Self:
         self._watch()
         self._listener = asyncio.create_task(self._listen())
+        self._listener.add_done_callback(self._note_end)
         return self
 
     async def __aexit__(
@@ -96,9 +101,30 @@ class Endpoints:
         limit = self._limits[slot] = asyncio.timeout(limit_s)
         return limit
 
+    def refused(self, slot: Slot, error: RecipeError) -> None:
+        """The endpoint says what it would say to every request: it is the wrong one from now on."""
+        slot.fault = "lost"
+        print(f"no more requests to one endpoint for now: {error}", flush=True)
+        self._probe_errors[slot.endpoint] = error
+        self.balancer.lost(slot.endpoint, time.monotonic())
+        self._give_up()
+
+    def stop(self, error: BaseException) -> None:
+        """Nobody gets a place any more, but ``error``; what is in flight goes on."""
+        if self._error is None:
+            self._error = error
+        for waiter in self._waiters:
+            if not waiter.slot.done():
+                waiter.slot.set_exception(self._error)
+        self._waiters.clear()
+
     async def _acquire(self, prompt_tokens: int, max_new_tokens: int, avoid: str | None) -> Slot:
         if self._error:
             raise self._error
+        if not self._waiters and (
+            slot := self.balancer.pick(prompt_tokens, max_new_tokens, time.monotonic(), avoid)
+        ):
+            return slot
         future: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         self._waiters.append(_Waiter(prompt_tokens, max_new_tokens, avoid, future))
         self._grant()
@@ -134,34 +160,53 @@ class Endpoints:
         """Ask silent endpoints whether they are still there, and end what they hold if not."""
         while True:
             await asyncio.sleep(self._silence_s / 10)
-            for endpoint in self.balancer.silent(time.monotonic(), self._silence_s):
-                try:
-                    await self._probe(endpoint.url)
-                except RecipeError:
-                    continue  # it answers; what comes of its requests will show
-                except Busy as error:
-                    print(f"silent for {self._silence_s:g} s and gone: {error}", flush=True)
-                    self.balancer.lost(endpoint, time.monotonic())
-                    self._end_requests(endpoint)
-                    self._watch()
+            silent = self.balancer.silent(time.monotonic(), self._silence_s)
+            await asyncio.gather(*map(self._look_into, silent))
+
+    async def _look_into(self, endpoint: Endpoint) -> None:
+        for _ in range(PROBES_TO_LOSE):
+            try:
+                await self._probe(endpoint.url)
+            except RecipeError:
+                return  # it answers; what comes of its requests will show
+            except Busy as error:
+                reason = error
+            else:
+                return
+            # A probe takes up to half a minute, in which answers may have come.
+            if endpoint not in self.balancer.silent(time.monotonic(), self._silence_s):
+                return
+            await asyncio.sleep(self._silence_s / 10)
+        if endpoint in self.balancer.silent(time.monotonic(), self._silence_s):
+            print(f"silent for {self._silence_s:g} s and gone: {reason}", flush=True)
+            self._probe_errors[endpoint] = reason
+            self.balancer.lost(endpoint, time.monotonic())
+            self._end_requests(endpoint)
+            self._watch()
 
     def _end_requests(self, endpoint: Endpoint) -> None:
         now = asyncio.get_running_loop().time()
         for slot, limit in self._limits.items():
             if slot.endpoint is endpoint and not limit.expired():
+                slot.fault = "lost"
                 limit.reschedule(now)
 
     def _watch(self) -> None:
-        """Probe every endpoint that is open."""
+        """Probe every endpoint that is open, and notice when waiting has lasted long enough."""
         for endpoint in self.balancer.endpoints:
             if endpoint.state == "open" and endpoint not in self._probes:
                 task = asyncio.create_task(self._revive(endpoint))
                 self._probes[endpoint] = task
                 task.add_done_callback(self._note_end)
+        self._give_up()
 
     async def _revive(self, endpoint: Endpoint) -> None:
         while endpoint.state == "open":
-            await asyncio.sleep(min(endpoint.probe_wait_s, self._patience_left_s()))
+            wait_s = endpoint.probe_wait_s
+            left_s = self._patience_left_s()
+            await asyncio.sleep(
+                min(wait_s, left_s) if left_s is not None and left_s > 0 else wait_s
+            )
             try:
                 await self._probe(endpoint.url)
             except (Busy, RecipeError) as error:
@@ -182,25 +227,26 @@ class Endpoints:
     def _note_end(self, task: asyncio.Task[None]) -> None:
         """A probe that broke must not leave workers waiting for it."""
         if not task.cancelled() and (error := task.exception()):
-            self._stop(error)
+            self.stop(error)
 
-    def _patience_left_s(self) -> float:
+    def _patience_left_s(self) -> float | None:
+        """None while an endpoint answers."""
         since = self.balancer.down_since
-        return self._patience_s if since is None else since + self._patience_s - time.monotonic()
+        return None if since is None else since + self._patience_s - time.monotonic()
 
     def _give_up(self) -> None:
         """Nobody waits for engines that are all wrong, or all gone for ``patience_s``."""
-        errors = [self._probe_errors.get(endpoint) for endpoint in self.balancer.endpoints]
+        left_s = self._patience_left_s()
+        if left_s is None or self._error:
+            return
+        endpoints = self.balancer.endpoints
+        errors = [self._probe_errors.get(endpoint) for endpoint in endpoints]
         wrong = [error for error in errors if isinstance(error, RecipeError)]
         if len(wrong) == len(errors):
-            self._stop(wrong[0])
-        elif self.balancer.down_since is not None and self._patience_left_s() <= 0:
-            reasons = "; ".join(str(error) for error in errors if error)
-            self._stop(Busy(f"the engine does not answer any more ({reasons}): start it again"))
-
-    def _stop(self, error: BaseException) -> None:
-        self._error = error
-        for waiter in self._waiters:
-            if not waiter.slot.done():
-                waiter.slot.set_exception(error)
-        self._waiters.clear()
+            self.stop(wrong[0])
+        elif left_s <= 0 and not any(endpoint.in_flight for endpoint in endpoints):
+            reasons = "; ".join(
+                str(error or f"{endpoint.url} answers no request")
+                for endpoint, error in zip(endpoints, errors, strict=True)
+            )
+            self.stop(Busy(f"the engine does not answer any more ({reasons}): start it again"))

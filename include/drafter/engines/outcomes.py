@@ -44,8 +44,12 @@ RULES: dict[Kind, Rule] = {
     "length": Rule("complete, ended by max_new_tokens", 1, True, True),
     "empty": Rule("no output ids", 2, False, False),
     "abort": Rule("cut off by the engine or a person, under HTTP 200", None, False, False),
-    "transient": Rule("connection lost, timeout, 408, 425, 429, 5xx", None, False, False),
-    "malformed": Rule("HTTP 200 without a row that `rows` accepts", None, False, False),
+    "transient": Rule(
+        "connection lost, timeout, 401, 403-405, 408, 425, 429, 5xx", None, False, False
+    ),
+    "malformed": Rule(
+        "HTTP 200 without a row that `rows` accepts, any other 2xx or 3xx", None, False, False
+    ),
     "permanent": Rule("any other 4xx, or ids that no engine may be sent", 1, False, True),
     "prompt too long": Rule("leaves no room in the engine's context", 1, False, True),
 }

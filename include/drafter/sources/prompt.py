@@ -40,6 +40,21 @@ class Prompt:
 Converter = Callable[[Row], Prompt | str]
 
 
+def prompt_fault(row: Row) -> str | None:
+    """Why a row of prompts.jsonl holds no :class:`Prompt` with a sample id."""
+    sample_id, messages, tools = row.get("sample_id"), row.get("messages"), row.get("tools")
+    if type(sample_id) is not str or not sample_id:
+        return f"sample_id is {sample_id!r:.60}, needs a string"
+    if not isinstance(messages, list) or not messages:
+        return f"messages of {sample_id:.60} is {messages!r:.60}, needs a list of messages"
+    for message in messages:
+        if not isinstance(message, dict) or type(message.get("role")) is not str:
+            return f"messages of {sample_id:.60} holds {message!r:.60}, needs role and content"
+    if tools is not None and not isinstance(tools, list):
+        return f"tools of {sample_id:.60} is {tools!r:.60}, needs a list or null"
+    return None
+
+
 def clean(text: str) -> str:
     """``text`` as UTF-8 can hold it, with one kind of line end."""
     text = text.replace("\0", "").replace("\r\n", "\n")
