@@ -96,7 +96,8 @@ def test_one_of_two_endpoints_dies_and_no_prompt_is_lost_or_blamed(tmp_path: Pat
         assert_complete(site, 200)
         assert section["counts"]["failed"] == {}
         sent = len(one.requests) + len(two.requests)
-        assert sum(counted(site).values()) == sent <= 200 + 8
+        # What was on its way when the engine died was sent, and never seen.
+        assert sent <= sum(counted(site).values()) <= 200 + 8
 
 
 @pytest.mark.usefixtures("_quick")
