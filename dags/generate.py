@@ -17,7 +17,8 @@ from airflow.sdk import DAG
 
 from drafter.recipe import deployed_recipe
 from gpu_host.commands import DeployOperator, HostCommandOperator
-from gpu_host.dag_options import DEFAULTS, START, generate_params, generated_asset
+from gpu_host.dag_options import DEFAULTS, START, generate_params, generated_asset, schedule
+from gpu_host.engine import RETRIES, StartEngineOperator, StopEngineOperator
 from gpu_host.operators import PhaseOperator
 from gpu_host.planning import PlanOperator
 
@@ -25,7 +26,7 @@ RECIPE = deployed_recipe()
 
 with DAG(
     dag_id="generate",
-    schedule=RECIPE.schedule.generate,
+    schedule=schedule(RECIPE, RECIPE.schedule.generate),
     start_date=START,
     catchup=False,
     max_active_runs=1,
@@ -62,3 +63,13 @@ with DAG(
     ).expand(dataset=plan.output)
 
     deploy >> plan >> doctor >> prepare >> generate
+    if RECIPE.engine.start is not None:
+        engine = StartEngineOperator(
+            task_id="start_engine",
+            recipe=RECIPE,
+            code=deploy.output,
+            plan=plan.output["plan"],
+            retries=RETRIES,
+        ).as_setup()
+        stop_engine = StopEngineOperator(task_id="stop_engine", recipe=RECIPE, code=deploy.output)
+        prepare >> engine >> generate >> stop_engine.as_teardown(setups=engine)

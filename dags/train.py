@@ -11,7 +11,8 @@ from airflow.sdk import DAG
 
 from drafter.recipe import deployed_recipe
 from gpu_host.commands import DeployOperator, HostCommandOperator
-from gpu_host.dag_options import DEFAULTS, START, joined_asset, plan_params
+from gpu_host.dag_options import DEFAULTS, START, joined_asset, plan_params, schedule
+from gpu_host.engine import RETRIES, StartEngineOperator, StopEngineOperator
 from gpu_host.operators import PhaseOperator
 from gpu_host.planning import PlanOperator
 
@@ -19,7 +20,7 @@ RECIPE = deployed_recipe()
 
 with DAG(
     dag_id="train",
-    schedule=[joined_asset(RECIPE, "extracted")],
+    schedule=schedule(RECIPE, RECIPE.schedule.train, joined_asset(RECIPE, "extracted")),
     start_date=START,
     catchup=False,
     max_active_runs=1,
@@ -53,3 +54,13 @@ with DAG(
         asset=joined_asset(RECIPE, "drafter"),
     )
     deploy >> doctor >> plan >> train >> datasets >> evaluate >> export
+    if RECIPE.engine.start is not None:
+        engine = StartEngineOperator(
+            task_id="start_engine",
+            recipe=RECIPE,
+            code=deploy.output,
+            plan=datasets.output["plan"],
+            retries=RETRIES,
+        ).as_setup()
+        stop_engine = StopEngineOperator(task_id="stop_engine", recipe=RECIPE, code=deploy.output)
+        engine >> evaluate >> stop_engine.as_teardown(setups=engine)

@@ -153,7 +153,11 @@ def _engine(recipe: Recipe) -> Finding:
     urls = ", ".join(recipe.engine.urls)
     try:
         engine = asyncio.run(check_engine(recipe.engine, recipe.target.path))
-    except (RecipeError, Busy) as error:
+    except Busy as error:
+        if recipe.engine.start is not None:
+            return Finding("engine", f"{urls}, started when a job needs it")
+        return Finding("engine", urls, error)
+    except RecipeError as error:
         return Finding("engine", urls, error)
     found = f"{urls} serving {engine.model}, context {engine.context:,}"
     return Finding("engine", "; ".join([found, *engine.down.values()]))

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def start(workspace_root: Path, spec: dict[str, Any]) -> dict[str, Any]:
             if current["what"] != spec["what"]:
                 raise Busy(
                     f"{name} is live with other settings (run {current.get('run_id')}): wait for"
-                    f" it, or stop it with `drafter stop {spec['dataset']}`"
+                    f" it, or stop it with `drafter stop {spec['dataset']} --phase {spec['phase']}`"
                 )
             return _answer("following", current)
         code_dir = workspace.code(spec["code"])
@@ -83,11 +84,12 @@ def start(workspace_root: Path, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def poll(job_dir: Path, offset: int, renew: bool, max_bytes: int = 262_144) -> dict[str, Any]:
-    """One look: {alive, start_id, exit, progress, log, offset, log_bytes}.
+    """One look: {alive, start_id, exit, progress, log, offset, log_bytes, free_bytes}.
 
     ``log`` is whole lines from byte ``offset`` on (an unfinished last line only once the job is
     dead), ``offset`` where to go on, ``log_bytes`` the log's size. Dead with ``exit`` null means
     that it ended without a record (reboot, out of memory): what is left of it is killed here.
+    ``free_bytes``: of the workspace's disk, null when the directory is not there.
     """
     job = JobDir(Path(job_dir))
     start_id = _start_id(job)
@@ -107,6 +109,7 @@ def poll(job_dir: Path, offset: int, renew: bool, max_bytes: int = 262_144) -> d
         "log": log,
         "offset": offset,
         "log_bytes": size,
+        "free_bytes": shutil.disk_usage(job.root).free if job.root.exists() else None,
     }
 
 
@@ -163,6 +166,13 @@ def stop_all(
     with ThreadPoolExecutor(max_workers=len(jobs) or 1) as pool:
         outcomes = pool.map(outcome, jobs)
         return {str(job): outcome for job, outcome in zip(jobs, outcomes, strict=True)}
+
+
+def renew(job_dir: Path) -> None:
+    """Renew the lease of the job that runs here; nothing when none does."""
+    job = JobDir(Path(job_dir))
+    if live(job) is not None:
+        _renew(job)
 
 
 def job_dirs(

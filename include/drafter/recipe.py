@@ -30,6 +30,9 @@ SourceFormat = Literal[
     "sweagent",
 ]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+EngineCommand = (
+    Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(min_length=1)]
+)
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")]
 
 
@@ -76,6 +79,18 @@ class Engine(_Section):
     patience_s: float = Field(default=600, ge=0)
     """While no URL answers, a job waits for so long before it ends as busy: longer than a restart
     of the engine, shorter than a GPU reserved for nobody should be."""
+
+    start: EngineCommand | None = None
+    """What starts the engine on the GPU host: a shell line, or a list of words. It stays in the
+    foreground, serves ``urls``, and is run as a supervised job while jobs use it. Without it the
+    engine is somebody else's and only checked. Not for secrets: let it read those on the host."""
+
+    ready_timeout_s: float = Field(default=1800, gt=0)
+    """From the start until it serves the target: a trillion parameters load in 10 to 20 minutes."""
+
+    lease_s: float = Field(default=1800, ge=5)
+    """An engine that no job has used for so long ends itself: longer than a wait for the pool or
+    for a retry (15 minutes at most), for to load again costs ``ready_timeout_s``."""
 
 
 class Dataset(_Section):
@@ -245,8 +260,35 @@ class Host(_Section):
 
 
 class Schedule(_Section):
-    generate: str | None = None
-    """Cron of the generate DAG; the other phases follow by assets."""
+    """Cron in UTC for each DAG, beside the assets that start validate, extract and train; none by
+    default. A scheduled run redoes what has changed and finds the rest done."""
+
+    generate: str | None = Field(default=None, min_length=1)
+    validate_: str | None = Field(default=None, min_length=1, alias="validate")
+    extract: str | None = Field(default=None, min_length=1)
+    train: str | None = Field(default=None, min_length=1)
+
+    pause_stops: bool = True
+    """Pausing a DAG in the UI or by the REST API ends its runs and their jobs; if false, they go on
+    to their end, and only new tasks wait."""
+
+
+class Alerts(_Section):
+    """Who is told when something goes wrong. What cannot be told never disturbs a job."""
+
+    notifier: str | None = Field(default=None, pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
+    """``package.module.Class`` of an Airflow notifier with a ``notify`` method, importable by
+    workers and triggerers. It hears of a failed task of a dataset (the canary's alarm included) and
+    of what ``stall_s`` and ``min_free_gb`` describe; its context holds ``alert``."""
+
+    kwargs: dict[str, str | int | float | bool] = {}
+    """Arguments of the notifier: connection ids and texts (templates see ``alert``), no secrets."""
+
+    stall_s: float = Field(default=1800, gt=0)
+    """A job whose numbers stand still for so long."""
+
+    min_free_gb: float = Field(default=20, ge=0)
+    """Of the workspace's disk; below it a job that runs there is in danger."""
 
 
 class Recipe(_Section):
@@ -265,6 +307,7 @@ class Recipe(_Section):
     evaluate: Evaluate = Evaluate()
     host: Host
     schedule: Schedule = Schedule()
+    alerts: Alerts = Alerts()
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:

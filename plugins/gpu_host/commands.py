@@ -16,13 +16,25 @@ from gpu_host.deploy import deploy
 from gpu_host.hooks import GpuHostHook
 
 
-def failure(log: Any, exit_code: int, reason: str) -> AirflowException:
+class Failed(AirflowException):
+    """Another try may help. ``exit_code`` as in :mod:`drafter.errors`."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class FailedForGood(Failed, AirflowFailException):
+    """Airflow does not try again."""
+
+
+def failure(log: Any, exit_code: int, reason: str) -> Failed:
     """What to raise: another try, or not, as the exit code says. ``reason`` is also logged, as the
     one line that starts with ``drafter:``, because Airflow logs an exception apart from its text.
     """
     message = f"drafter: {reason}"
     log.error("%s", message)
-    return (AirflowFailException if exit_code in NEVER_RETRY else AirflowException)(message)
+    return (FailedForGood if exit_code in NEVER_RETRY else Failed)(message, exit_code)
 
 
 def output_of(

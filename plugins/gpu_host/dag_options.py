@@ -5,10 +5,14 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from airflow.sdk import Asset, Param
+from airflow.exceptions import AirflowTimetableInvalid
+from airflow.sdk import Asset, AssetOrTimeSchedule, Param
+from airflow.sdk.definitions.asset import BaseAsset
 
+from drafter.errors import RecipeError
 from drafter.plan import MODES
-from drafter.recipe import Recipe
+from drafter.recipe import Dataset, Recipe
+from gpu_host.timetables import CronAhead
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -62,10 +66,31 @@ def generate_params(recipe: Recipe) -> dict[str, Param]:
         "token_budget": Param(
             None,
             type=["null", "integer"],
-            minimum=1,
+            minimum=_at_least("token_budget"),
             description="Completion tokens per dataset, instead of the recipe's budget.",
         ),
     }
+
+
+def _at_least(field: str) -> int:
+    """The bound that the recipe itself sets for this number of a dataset."""
+    options = Dataset.model_json_schema()["properties"][field]["anyOf"]
+    return next(int(option["minimum"]) for option in options if "minimum" in option)
+
+
+def schedule(recipe: Recipe, cron: str | None, assets: BaseAsset | None = None) -> Any:
+    """When a DAG starts by itself: at events of ``assets``, at ``cron`` (UTC), both or never."""
+    if cron is None:
+        return assets
+    try:
+        timetable = CronAhead(cron)
+        timetable.validate()
+    except (AirflowTimetableInvalid, ValueError) as error:
+        raise RecipeError(
+            f"recipe {recipe.name}: {cron!r} in [schedule] is no cron expression ({error}): write"
+            " five fields, such as '0 3 * * *'"
+        ) from None
+    return timetable if assets is None else AssetOrTimeSchedule(timetable=timetable, assets=assets)
 
 
 def generated_asset(recipe: Recipe) -> str:

@@ -1,15 +1,18 @@
 """Follow jobs and data on the GPU host from the triggerer.
 
 :class:`JobTrigger` renews the lease of one job directory, brings its log over by byte offset and
-fires once, when the job has ended. :class:`StatusTrigger` waits until a sensor's question about the
-workspace has an answer. Both survive dropped connections; a restarted triggerer begins them again
-from their arguments.
+fires once, when the job has ended; meanwhile it sends the recipe's alerts. :class:`StatusTrigger`
+waits until no job of a phase runs on a dataset; all of them in one triggerer share one connection
+and one answer per workspace. Both survive dropped connections; a restarted triggerer begins them
+again from their arguments.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -19,6 +22,7 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from drafter.errors import DrafterError
 from drafter.layout import JobDir
+from gpu_host import alerts
 from gpu_host.hooks import GpuHostHook, Unreachable
 
 FIRST_EVENT_S = 6.0
@@ -31,6 +35,9 @@ LOG_LIMIT_BYTES = 1_000_000
 """Shown in Airflow per job; beyond it the log is on the host, and its end is shown again."""
 
 LOG_TAIL_BYTES = 8_192
+ALERT_PATIENCE_S = 10.0
+"""At the end of a job an alert that is still being sent holds up its task for so long at most."""
+
 STOP_TIMEOUT_S = 25.0
 """Airflow gives ``on_kill`` 30 s."""
 
@@ -57,6 +64,7 @@ class JobTrigger(BaseTrigger):
         poll_s: float,
         patience_s: float,
         request: str,
+        alerts: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.conn_id = conn_id
@@ -69,6 +77,7 @@ class JobTrigger(BaseTrigger):
         self.poll_s = poll_s
         self.patience_s = patience_s
         self.request = request
+        self.alerts = alerts
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         names = (
@@ -82,6 +91,7 @@ class JobTrigger(BaseTrigger):
             "poll_s",
             "patience_s",
             "request",
+            "alerts",
         )
         return "gpu_host.triggers.JobTrigger", {name: getattr(self, name) for name in names}
 
@@ -97,8 +107,7 @@ class JobTrigger(BaseTrigger):
     async def on_kill(self) -> None:
         """A user marked or cleared the task: stop the job, and wait until its tree is dead."""
         hook = self.hook()
-        arguments = ["stop", "--job", self.job_dir, "--start-id", self.start_id]
-        arguments += ["--request", self.request]
+        arguments = self.stop_command()
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 for pause_s in BACKOFF_S:
@@ -114,10 +123,19 @@ class JobTrigger(BaseTrigger):
             await hook.aclose()
         self.log.error("Could not stop %s: its lease will, or `drafter stop`", self.job_dir)
 
+    def stop_command(self) -> list[str]:
+        stop = ["stop", "--job", self.job_dir, "--start-id", self.start_id]
+        return [*stop, "--request", self.request]
+
+    def is_reached(self, look: dict[str, Any]) -> bool:  # noqa: ARG002
+        """Has the job come to where following it ends, other than by its own end?"""
+        return False
+
     async def _follow(self) -> dict[str, Any]:
         hook = self.hook()
         log = _Log(self.log.info, str(JobDir(Path(self.job_dir)).log), self.offset)
         heard = time.monotonic()
+        watch = self._watch(heard)
         failures = unseen = 0
         try:
             while True:
@@ -134,16 +152,29 @@ class JobTrigger(BaseTrigger):
                 heard, failures = time.monotonic(), 0
                 if look["start_id"] != self.start_id:
                     return self._event("replaced", log, look)
+                if watch:
+                    watch.look(look, heard)
                 if await log.take(look):
                     continue
                 if look["exit"]:
                     return self._event("ended", log, look)
+                if look["alive"] and self.is_reached(look):
+                    return self._event("reached", log, look)
                 unseen = 0 if look["alive"] else unseen + 1
                 if unseen == 2:
                     return self._event("lost", log, look)
                 await asyncio.sleep(self.poll_s)
         finally:
             await hook.aclose()
+            if watch:
+                await watch.aclose(ALERT_PATIENCE_S)
+
+    def _watch(self, now: float) -> alerts.Watch | None:
+        if self.alerts is None:
+            return None
+        disk = (self.conn_id, self.workspace)
+        settings, about = self.alerts["settings"], self.alerts["about"]
+        return alerts.Watch(settings, about, disk, self.log.error, since=now)
 
     async def _poll(self, hook: GpuHostHook, offset: int) -> dict[str, Any]:
         arguments = ["poll", "--job", self.job_dir, "--offset", str(offset)]
@@ -204,13 +235,13 @@ class StatusTrigger(BaseTrigger):
         return GpuHostHook(self.conn_id, self.workspace, self.python, self.code)
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        hook = self.hook()
+        key = (self.conn_id, self.workspace, self.python, self.code)
         heard = time.monotonic()
         await asyncio.sleep(FIRST_EVENT_S)
-        try:
+        async with _shared_status(key, self.hook) as shared:
             while time.monotonic() - heard <= self.patience_s:
                 try:
-                    status = await ask(hook, ["status", "--json"])
+                    status = await shared.read(self.poll_s)
                 except DrafterError as error:
                     self.log.warning("%s", error)
                 else:
@@ -218,9 +249,46 @@ class StatusTrigger(BaseTrigger):
                     if not is_alive(status, self.phase, self.dataset):
                         break
                 await asyncio.sleep(self.poll_s)
-        finally:
-            await hook.aclose()
         yield TriggerEvent({})
+
+
+class _SharedStatus:
+    """One connection's newest ``status --json``, asked for again only once it is too old."""
+
+    def __init__(self, hook: GpuHostHook) -> None:
+        self.hook = hook
+        self.num_readers = 0
+        self._lock = asyncio.Lock()
+        self._read_at = -math.inf
+        self._status: dict[str, Any] = {}
+
+    async def read(self, max_age_s: float) -> dict[str, Any]:
+        """Raises DrafterError when the host does not answer."""
+        async with self._lock:
+            if time.monotonic() - self._read_at >= max_age_s:
+                self._status = await ask(self.hook, ["status", "--json"])
+                self._read_at = time.monotonic()
+            return self._status
+
+
+_statuses: dict[tuple[str | None, ...], _SharedStatus] = {}
+"""Of the workspaces that a sensor is waiting for now."""
+
+
+@contextlib.asynccontextmanager
+async def _shared_status(
+    key: tuple[str | None, ...], hook: Callable[[], GpuHostHook]
+) -> AsyncIterator[_SharedStatus]:
+    """The first reader connects, the last one to leave disconnects."""
+    shared = _statuses.get(key) or _statuses.setdefault(key, _SharedStatus(hook()))
+    shared.num_readers += 1
+    try:
+        yield shared
+    finally:
+        shared.num_readers -= 1
+        if not shared.num_readers:
+            del _statuses[key]
+            await shared.hook.aclose()
 
 
 async def ask(hook: GpuHostHook, arguments: list[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,7 @@ ARGUMENTS: dict[str, Any] = {
     "poll_s": 0.0,
     "patience_s": 0.05,
     "request": "try 1",
+    "alerts": None,
 }
 
 
@@ -158,6 +160,40 @@ def test_a_trigger_is_what_it_was_after_a_restart(kind: Any, arguments: dict[str
     assert (path, kept) == (f"gpu_host.triggers.{kind.__name__}", arguments)
     assert json.loads(json.dumps(kept)) == arguments
     assert kind(**kept).serialize() == (path, kept)
+
+
+async def test_everyone_who_waits_for_a_workspace_shares_one_connection() -> None:
+    """Eight datasets, of which one is ready later, ask as often as one would."""
+
+    class Waiting(StatusTrigger):
+        def hook(self) -> Any:
+            hosts.append(host)
+            return host
+
+    class Dataset(FakeHost):
+        def run(self, arguments: list[str], stdin: str = "", timeout_s: float = 0) -> Answer:
+            alive = {f"B{number}": {"alive": len(self.asked) < number} for number in range(8)}
+            self.answers = [{"jobs": {"generate": alive}, "datasets": {}}]
+            return super().run(arguments, stdin, timeout_s)
+
+        async def arun(self, arguments: list[str], timeout_s: float = 60) -> Answer:
+            await asyncio.sleep(0.01)
+            return self.run(arguments, timeout_s=timeout_s)
+
+    async def end(number: int) -> int:
+        trigger = Waiting("gpu_host", "/w", "python3", None, "generate", f"B{number}", 0.05, 60.0)
+        assert len([event async for event in trigger.run()]) == 1
+        return len(host.asked)
+
+    hosts: list[FakeHost] = []
+    host = Dataset({})
+    asked = await asyncio.gather(*(end(number) for number in range(8)))
+    assert asked == sorted(asked)
+    assert asked[-1] <= 10
+    assert len(hosts) == 1
+    assert triggers._statuses == {}
+    await end(0)
+    assert len(hosts) == 2
 
 
 async def test_the_status_trigger_fires_once_nothing_runs() -> None:

@@ -1,12 +1,15 @@
-"""serve, probe: the embedded engine, and one request to the recipe's."""
+"""serve, probe, engine: the embedded engine, one request to the recipe's, and that as a job."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
-from drafter.commands import Add, prepared_of, recipe_of, workspace_of
+from drafter.commands import Add, prepared_of, print_json, recipe_of, workspace_of
+from drafter.errors import RecipeError
+from drafter.layout import ALL
 
 
 def add_to(add: Add) -> None:
@@ -22,6 +25,38 @@ def add_to(add: Add) -> None:
     probe.add_argument("--sample", metavar="ID", help="default: the first prompt")
     probe.add_argument("--url", help="default: the recipe's first")
     probe.add_argument("--full", action="store_true", help="long texts whole")
+
+    engine = add(
+        "engine",
+        _engine,
+        "the recipe's engine as a job: start or follow it as JSON on stdin says, stop it unless"
+        " jobs use it, run it in the foreground as its supervisor does",
+    )
+    engine.add_argument("act", choices=("start", "stop", "run"))
+    engine.add_argument("--request", help="with stop: who asks; a later start by them is refused")
+
+
+def _engine(arguments: argparse.Namespace) -> int:
+    from drafter import engine_job
+    from drafter.job import load_job
+    from drafter.recipe import parse_recipe
+
+    if arguments.act == "start":
+        try:
+            asked = json.load(sys.stdin)
+        except ValueError as error:
+            raise RecipeError(
+                f"no engine on stdin ({error}): trigger the DAG, which writes it"
+            ) from None
+        recipe = parse_recipe(asked.pop("recipe"), "job")
+        print_json(engine_job.start(recipe, **asked))
+        return 0
+    workspace = workspace_of(arguments)
+    if arguments.act == "stop":
+        print_json(engine_job.stop(workspace, arguments.request))
+    else:
+        engine_job.run(load_job(workspace.job(engine_job.PHASE, ALL).root))
+    return 0
 
 
 def _serve(arguments: argparse.Namespace) -> int:

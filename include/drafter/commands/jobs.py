@@ -88,6 +88,7 @@ def _refuse_foreign(
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from drafter.engine_job import used
     from drafter.job import load_job
     from drafter.plan import PHASES
     from drafter.processes import MARKER
@@ -99,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
     # The supervisor holds the lock of what it runs.
     supervised = os.environ.get(MARKER) == job.start_id
     lock = job.workspace.lock(job.phase, job.dataset)
-    with contextlib.nullcontext() if supervised else locked(lock):
+    with contextlib.nullcontext() if supervised else locked(lock), used(job):
         importlib.import_module(f"drafter.{job.phase}").run(job)
     return 0
 
