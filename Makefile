@@ -1,6 +1,7 @@
 # make demo   the four DAGs, for real, on this machine, to a drafter with a measured acceptance length
 # make up     the same stack, left running at http://localhost:8080      make down   stops it
 # make test   everything but the long forms
+# make test-airflow  the long forms: pause, engine, sensors, schedule and browser over a whole Airflow
 # make lint   ruff and mypy
 # make kill-matrix   every way to end a job, on every kind of job, as a table
 # make torture       generation killed with -9 at 200 random moments, faults pending, as a report
@@ -30,13 +31,21 @@ setup: .venv/.ready .demo/host-venv/.ready sshd
 	.demo/host-venv/bin/pip check
 	touch $@
 
-.PHONY: sshd
-sshd:
-	@command -v sshd >/dev/null || [ -x /usr/sbin/sshd ] || { \
+# $(call installed,PROGRAM,PACKAGE): of Debian, unless the program is there.
+define installed
+	@PATH="$$PATH:/usr/sbin" command -v $(1) >/dev/null || { \
 	  if [ "$$(id -u)" = 0 ]; then apt=apt-get; else apt="sudo -n env DEBIAN_FRONTEND=noninteractive apt-get"; fi; \
-	  $$apt -qq update && DEBIAN_FRONTEND=noninteractive $$apt -qq install -y openssh-server >/dev/null; \
-	} || { echo "setup: sshd is missing and could not be installed:" \
-	  "install the package openssh-server" >&2; exit 1; }
+	  $$apt -qq update && DEBIAN_FRONTEND=noninteractive $$apt -qq install -y --no-install-recommends $(2) >/dev/null; \
+	} || { echo "setup: $(1) is missing and could not be installed:" \
+	  "install the package $(2)" >&2; exit 1; }
+endef
+
+.PHONY: sshd chromium
+sshd:
+	$(call installed,sshd,openssh-server)
+
+chromium:
+	$(call installed,chromium,chromium)
 
 demo: setup
 	$(DEMO) run --port $(PORT)
@@ -49,6 +58,10 @@ down:
 
 test: setup lint
 	.venv/bin/python -m pytest
+
+.PHONY: test-airflow
+test-airflow: setup chromium
+	.venv/bin/python -m pytest -m long tests/integration
 
 .PHONY: kill-matrix torture bench
 kill-matrix: setup

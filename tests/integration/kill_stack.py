@@ -45,6 +45,15 @@ class Clicks(AirflowApi):
     def job(self, dataset: str, run: str) -> dict[str, Any]:
         return next(task for task in self.tasks(dataset, run) if task["task_id"] == "job")
 
+    def pause(self, *dag_ids: str) -> None:
+        """One DAG as the UI's switch does it, several as a script does."""
+        if len(dag_ids) == 1:
+            self._send("PATCH", f"/dags/{dag_ids[0]}", {"is_paused": True})
+            return
+        query = {"dag_id_pattern": "|".join(dag_ids)}
+        response = self._http.patch("/dags", params=query, json={"is_paused": True})
+        response.raise_for_status()
+
     def mark(self, dataset: str, run: str, state: str) -> None:
         path = f"/dags/{dataset}/dagRuns/{run}/taskInstances/job"
         self._http.patch(path, json={"new_state": state}).raise_for_status()

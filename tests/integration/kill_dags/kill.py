@@ -61,6 +61,7 @@ for dataset in RECIPE.dataset_names:
         dag_id=dataset,
         schedule=None,
         start_date=datetime(2026, 1, 1, tzinfo=UTC),
+        tags=["drafter"],
         params={
             "program": Param("[]", type="string"),
             "wait_s": Param(0, type="number"),
