@@ -12,7 +12,7 @@ from airflow.sdk import DAG, task_group
 
 from drafter.recipe import deployed_recipe
 from gpu_host.commands import DeployOperator, HostCommandOperator
-from gpu_host.dag_options import DEFAULTS, START, dataset_params, joined_asset
+from gpu_host.dag_options import DEFAULTS, START, dataset_params, joined_asset, schedule
 from gpu_host.operators import PhaseOperator
 from gpu_host.planning import JoinOperator, PlanOperator
 from gpu_host.sensors import SchemaSensor
@@ -21,7 +21,7 @@ RECIPE = deployed_recipe()
 
 with DAG(
     dag_id="extract",
-    schedule=[joined_asset(RECIPE, "validated")],
+    schedule=schedule(RECIPE, RECIPE.schedule.extract, joined_asset(RECIPE, "validated")),
     start_date=START,
     catchup=False,
     max_active_runs=1,

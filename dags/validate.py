@@ -18,6 +18,7 @@ from gpu_host.dag_options import (
     dataset_params,
     generated_assets,
     joined_asset,
+    schedule,
 )
 from gpu_host.operators import PhaseOperator
 from gpu_host.planning import JoinOperator, PlanOperator
@@ -27,7 +28,7 @@ RECIPE = deployed_recipe()
 
 with DAG(
     dag_id="validate",
-    schedule=AssetAny(*generated_assets(RECIPE)),
+    schedule=schedule(RECIPE, RECIPE.schedule.validate_, AssetAny(*generated_assets(RECIPE))),
     start_date=START,
     catchup=False,
     max_active_runs=1,

@@ -37,8 +37,9 @@ def read_status(
     none; a dataset holds the SHOWN part of its sections generate, validate, extract, ..., and
     ``sizes``: {file: bytes now} of what generate and validate left. Without a section generate it
     has ``stored``: {responses: lines now}, unless the job is alive. With ``verify`` it also holds
-    ``verified``: {file: "ok" | "changed" | "missing"}, each file that generate and validate left
-    and that validate read, compared with the file as it is now by size and then by hash.
+    ``verified``: {file: "ok" | "missing" | "changed: ..."}, each file that generate and validate
+    left and that validate read, compared with the file as it is now by size and then by hash; dates
+    count for nothing. A changed one says which phase saw what, and what is there now.
     ``dataset`` asks about one only.
     """
     workspace = Workspace(Path(workspace_root))
@@ -179,16 +180,17 @@ def _dataset(workspace: Workspace, name: str, verify: bool, generating: bool) ->
 
 def _records(
     prepared: Prepared, sections: dict[str, dict[str, Any]]
-) -> dict[Path, list[dict[str, Any]]]:
-    """Every file that generate and validate left or validate read, as each of them saw it."""
-    records: dict[Path, list[dict[str, Any]]] = {}
+) -> dict[Path, list[tuple[str, dict[str, Any]]]]:
+    """Every file that generate and validate left or validate read, as each of them saw it:
+    (what the phase did, {bytes, sha256})."""
+    records: dict[Path, list[tuple[str, dict[str, Any]]]] = {}
     for section in VERIFIED:
         for file, record in sections.get(section, {}).get("files", {}).items():
-            records.setdefault(prepared.root / file, []).append(record)
+            records.setdefault(prepared.root / file, []).append((f"{section} left", record))
     read = sections.get("validate", {}).get("inputs", {})
     for name, path in (("responses", prepared.responses), ("prompt_ids", prepared.prompt_ids)):
         if name in read:
-            records.setdefault(path, []).append(read[name])
+            records.setdefault(path, []).append(("validate read", read[name]))
     return records
 
 
@@ -197,14 +199,18 @@ def _count_lines(path: Path) -> int:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
 
 
-def _compare(path: Path, records: list[dict[str, Any]]) -> str:
+def _compare(path: Path, records: list[tuple[str, dict[str, Any]]]) -> str:
     if not path.exists():
         return "missing"
     size = path.stat().st_size
-    if any(record["bytes"] != size for record in records):
-        return "changed"
+    for saw, record in records:
+        if record["bytes"] != size:
+            return f"changed: {saw} {record['bytes']:,} bytes, now {size:,}"
     now = file_record(path)
-    return "ok" if all(record == now for record in records) else "changed"
+    for saw, record in records:
+        if record != now:
+            return f"changed: {saw} sha256 {record['sha256'][:12]}, now {now['sha256'][:12]}"
+    return "ok"
 
 
 def _record(path: Path) -> dict[str, Any] | None:

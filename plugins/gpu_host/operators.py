@@ -17,9 +17,11 @@ from drafter.errors import MEANING, DrafterError, RecipeError, Stopped
 from drafter.layout import ALL, JobDir, Workspace, digest
 from drafter.plan import MODES
 from drafter.recipe import Recipe
+from gpu_host import alerts
 from gpu_host.commands import failure, output_of
 from gpu_host.deploy import PACKAGE
 from gpu_host.hooks import GpuHostHook
+from gpu_host.links import ReportLink
 from gpu_host.triggers import JobTrigger
 
 GPU_PHASES = frozenset({"generate", "extract", "train", "evaluate"})
@@ -29,6 +31,11 @@ START_TIMEOUT_S = 600
 """``drafter start`` looks at the plan first, which may hash source files."""
 
 STOP_TIMEOUT_S = 15
+SAMPLES = 3
+SAMPLES_TIMEOUT_S = 120
+"""The host loads the target's tokenizer for them."""
+
+SAMPLES_CHARACTERS = 20_000
 _NOT_COUNTS = frozenset({"time", "start_id", "done", "changed", "line"})
 
 
@@ -41,9 +48,11 @@ class PhaseOperator(BaseOperator):
     datasets) gets one event per content: whichever try finds the phase done announces it, unless
     the asset's last event has the same digest. ``mode``, ``token_budget`` and ``code`` are
     templates; an empty budget or "None" means the recipe's, an empty code the package as it is
-    here.
+    here. The log of a task that succeeds ends with one line of numbers. What generate stored last
+    is the XCom ``samples``, to which the task's link leads.
     """
 
+    operator_extra_links = (ReportLink(),)
     # The dataset first: templates of the others may mention it, and fields render in this order.
     template_fields = ("dataset", "code", "mode", "token_budget")
 
@@ -104,10 +113,12 @@ class PhaseOperator(BaseOperator):
             answer = self._start(context)
             if answer["outcome"] != "done":
                 self._defer(context, answer)
-        if progress.get("line"):
-            self.log.info("%s", progress["line"])
+        if self.phase == "generate":
+            self._show_samples(context)
         if self.asset is not None:
             self._announce(context, self._digest())
+        if progress.get("line"):
+            self.log.info("%s: %s", self._name, progress["line"])
         counts = {key: value for key, value in progress.items() if key not in _NOT_COUNTS}
         return {"outcome": "ran", "changed": bool(progress.get("changed")), **counts}
 
@@ -123,8 +134,13 @@ class PhaseOperator(BaseOperator):
     def _begin(self, context: Any) -> dict[str, Any]:
         answer = self._start(context)
         if answer["outcome"] == "done":
-            self.log.info("Nothing to do: %s", answer["reason"])
             self._announce(context, answer["digest"])
+            numbers = ", ".join(
+                f"{key} {value:,}" if isinstance(value, int | float) else f"{key} {value}"
+                for key, value in answer["counts"].items()
+                if isinstance(value, int | float | str)
+            )
+            self.log.info("%s: nothing to do, %s; %s", self._name, answer["reason"], numbers)
             return {"outcome": "done", "changed": False, **answer["counts"]}
         self._defer(context, answer)
         raise AssertionError("defer raises")
@@ -162,10 +178,32 @@ class PhaseOperator(BaseOperator):
                 poll_s=host.poll_s,
                 patience_s=host.lease_s,
                 request=self._asker(context),
+                alerts=self._alerts(context),
             ),
             method_name="execute_complete",
             kwargs={"outcome": answer["outcome"]},
         )
+
+    def _alerts(self, context: Any) -> dict[str, Any] | None:
+        if self.recipe.alerts.notifier is None:
+            return None
+        about = alerts.subject(self.recipe, context, self.phase, self.dataset)
+        return {"settings": alerts.settings(self.recipe), "about": about}
+
+    def _show_samples(self, context: Any) -> None:
+        """The last rows, as people on the host read them; without them the task is as good."""
+        command = ["show", self.dataset, "--last", str(SAMPLES)]
+        try:
+            with self.hook() as hook:
+                code, output, errors = hook.run(command, timeout_s=SAMPLES_TIMEOUT_S)
+        except DrafterError as error:
+            code, output, errors = error.exit_code, "", str(error)
+        if code:
+            self.log.warning("No samples: %s", errors.strip()[-300:])
+            return
+        if len(output) > SAMPLES_CHARACTERS:
+            output = output[:SAMPLES_CHARACTERS] + f"... `drafter show {self.dataset}` has the rest"
+        context["ti"].xcom_push(key="samples", value=output.splitlines())
 
     def _spec(self, context: Any) -> dict[str, Any]:
         """job.json without its start id; see drafter.job."""
@@ -267,6 +305,7 @@ def what(recipe: Recipe, phase: str, dataset: str, mode: str, run_id: str) -> st
 
 def _defaults(phase: str, recipe: Recipe, asset: str | Asset | None) -> dict[str, Any]:
     defaults: dict[str, Any] = {"map_index_template": "{{ task.dataset }}"}
+    defaults |= alerts.callbacks(recipe, phase)
     if phase in GPU_PHASES:
         defaults["pool"] = recipe.host.pool
         defaults["pool_slots"] = _slots(phase, recipe)

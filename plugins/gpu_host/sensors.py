@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from airflow.sdk import BaseOperator
-from airflow.sdk.exceptions import AirflowException
 
 from drafter.errors import DataError
 from drafter.layout import Workspace
 from drafter.recipe import Recipe
-from gpu_host.commands import failure, output_of
+from gpu_host import alerts
+from gpu_host.commands import Failed, failure, output_of
 from gpu_host.hooks import GpuHostHook
 from gpu_host.triggers import StatusTrigger, is_alive, stored_tokens
 
@@ -39,14 +39,16 @@ class _DatasetSensor(BaseOperator):
         map_index_template: str = "{{ task.dataset }}",
         **kwargs: Any,
     ) -> None:
-        super().__init__(map_index_template=map_index_template, **kwargs)
+        told = alerts.callbacks(recipe, self.phase, is_sensor=True)
+        super().__init__(**{"map_index_template": map_index_template, **told, **kwargs})
         self.dataset = dataset
         self.recipe = recipe
         self.code = code
 
     @classmethod
     def partial(cls, **kwargs: Any) -> Any:
-        return super().partial(**{"map_index_template": "{{ task.dataset }}", **kwargs})
+        told = alerts.callbacks(kwargs["recipe"], cls.phase, is_sensor=True)
+        return super().partial(**{"map_index_template": "{{ task.dataset }}", **told, **kwargs})
 
     def judge(self, status: dict[str, Any]) -> dict[str, Any]:
         """Numbers for XCom. Raises what :meth:`unready` makes of the reason."""
@@ -89,7 +91,7 @@ class _DatasetSensor(BaseOperator):
     def hook(self) -> GpuHostHook:
         return GpuHostHook.of(self.recipe.host, self.code)
 
-    def unready(self, reason: str) -> AirflowException:
+    def unready(self, reason: str) -> Failed:
         """Nothing runs that a retry could wait for."""
         return failure(self.log, DataError.exit_code, reason)
 
@@ -140,7 +142,11 @@ class TokenBudgetSensor(_DatasetSensor):
 
 
 class SchemaSensor(_DatasetSensor):
-    """Succeeds when validation has finished, and what it read and left is still as it was then."""
+    """Succeeds when validation has finished, and what it read and left is still as it was then.
+
+    Every row was checked by validation, so bytes with the same hashes pass. They are hashed anew
+    each time, dates are not believed; but only of this dataset, and only when its sizes agree.
+    """
 
     phase = "validate"
 
@@ -154,8 +160,14 @@ class SchemaSensor(_DatasetSensor):
         for file, state in verified.items():
             if state != "ok":
                 raise self.unready(
-                    f"{file} of {self.dataset} is {state} since it was validated: run the validate"
-                    " DAG again"
+                    f"{file} of {self.dataset} is not what was validated ({state}): run the"
+                    " generate DAG if a file is damaged, and the validate DAG"
                 )
-        self.log.info("%s: %d files are as validation saw them", self.dataset, len(verified))
-        return dict(section["counts"])
+        counts: dict[str, Any] = dict(section["counts"])
+        self.log.info(
+            "%s: %s rows accepted; %d files are as validation saw them",
+            self.dataset,
+            counts.get("accepted"),
+            len(verified),
+        )
+        return counts

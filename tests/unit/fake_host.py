@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from airflow.sdk.exceptions import AirflowException
+from airflow.sdk.exceptions import AirflowException, AirflowFailException
 from structlog.testing import capture_logs
 
 Answer = tuple[int, str, str]
@@ -51,7 +51,9 @@ def refused(kind: type[Exception], message: str) -> Iterator[pytest.ExceptionInf
     """Expects this failure, its sentence logged as the only line that starts with "drafter: "."""
     with capture_logs() as entries, pytest.raises(AirflowException, match=message) as raised:
         yield raised
-    assert type(raised.value) is kind
+    assert isinstance(raised.value, kind)
+    is_for_good = isinstance(raised.value, AirflowFailException)
+    assert is_for_good == issubclass(kind, AirflowFailException)
     lines = [entry["event"] for entry in entries if "drafter: " in entry["event"]]
     assert lines == [str(raised.value)]
     assert lines[0].startswith("drafter: ")

@@ -11,14 +11,25 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+KIMI = ROOT / "include" / "recipes" / "kimi-k2.5.toml"
 
 REPORT = """
-import json, sys, time, warnings
-warnings.simplefilter("error", append=False)
+import json, os, sys, time, warnings
+import airflow.providers.ssh.hooks.ssh, asyncssh  # what these do is not ours
 from airflow.dag_processing.dagbag import DagBag
-begun = time.monotonic()
-bag = DagBag()
-seconds = time.monotonic() - begun
+outside = []
+def watch(event, arguments):
+    wrote = event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR)
+    if importing and (wrote or event in {"socket.connect", "subprocess.Popen", "os.system"}):
+        outside.append(f"{event} {arguments}")
+sys.addaudithook(watch)
+importing = True
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    begun = time.process_time()
+    bag = DagBag()
+    cpu_seconds = time.process_time() - begun
+importing = False
 from airflow.serialization.serialized_objects import DagSerialization
 dags = {
     dag_id: {
@@ -29,13 +40,16 @@ dags = {
         "max_active_runs": dag.max_active_runs,
         "catchup": dag.catchup,
         "params": {name: param.schema for name, param in dag.params.items()},
+        "described": {name: bool(param.description) for name, param in dag.params.items()},
         "pools": {t.task_id: t.pool for t in dag.tasks},
-        "serialized": bool(DagSerialization.to_dict(dag)),
+        "alerted": sorted(t.task_id for t in dag.tasks if t.has_on_failure_callback),
+        "schedule": DagSerialization.to_dict(dag)["dag"]["timetable"],
     }
     for dag_id, dag in bag.dags.items()
 }
 errors = list(bag.import_errors.values())
-print("REPORT" + json.dumps({"dags": dags, "errors": errors, "seconds": seconds}, default=str))
+report = {"dags": dags, "errors": errors, "cpu_seconds": cpu_seconds, "outside": outside}
+print("REPORT" + json.dumps(report, default=str))
 """
 
 
@@ -54,6 +68,7 @@ def parse(home: Path, recipe: Path | str) -> Any:
             "AIRFLOW__CORE__PLUGINS_FOLDER": str(ROOT / "plugins"),
             "PYTHONPATH": f"{ROOT / 'include'}:{ROOT / 'plugins'}",
             "DRAFTER_RECIPE": str(recipe),
+            "PYTHONDONTWRITEBYTECODE": "1",
         },
         capture_output=True,
         text=True,
@@ -66,7 +81,7 @@ def parse(home: Path, recipe: Path | str) -> Any:
 @pytest.fixture(scope="module")
 def parsed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     home = tmp_path_factory.mktemp("airflow")
-    return parse(home, ROOT / "include" / "recipes" / "kimi-k2.5.toml")
+    return parse(home, KIMI)
 
 
 def test_one_dag_per_phase_and_no_import_error(parsed: Any) -> None:
@@ -80,7 +95,13 @@ def test_every_dag_is_documented_owned_tagged_and_runs_once_at_a_time(parsed: An
         assert dag["owner"] == "drafter"
         assert "drafter" in dag["tags"]
         assert (dag["max_active_runs"], dag["catchup"]) == (1, False)
-        assert dag["serialized"]
+        assert dag["schedule"]
+        assert all(dag["described"].values())
+
+
+def test_parsing_is_quick_and_touches_nothing_outside(parsed: Any) -> None:
+    assert parsed["outside"] == []
+    assert parsed["cpu_seconds"] < 4 * 2
 
 
 def test_datasets_are_mapped_tasks_behind_their_sensors(parsed: Any) -> None:
@@ -108,6 +129,79 @@ def test_the_form_is_a_schema_that_refuses_what_is_wrong(parsed: Any) -> None:
     assert len(params["datasets"]["items"]["enum"]) == 8
     assert params["mode"]["enum"] == ["resume", "restart", "adopt"]
     assert params["token_budget"]["minimum"] == 1
+
+
+@pytest.fixture
+def scheduled(tmp_path: Path) -> Any:
+    """What is parsed when the recipe's [schedule] and [alerts] are these."""
+
+    def parse_with(sections: str) -> Any:
+        recipe = tmp_path / "scheduled.toml"
+        recipe.write_text(KIMI.read_text() + sections)
+        return parse(tmp_path, recipe)
+
+    return parse_with
+
+
+def test_cron_stands_beside_the_assets(scheduled: Any) -> None:
+    crons = {"generate": "0 3 * * *", "validate": "10 3 * * *", "train": "@weekly"}
+    lines = "".join(f'{dag_id} = "{cron}"\n' for dag_id, cron in crons.items())
+    dags = scheduled(f"[schedule]\n{lines}")["dags"]
+    kinds = {dag_id: dag["schedule"]["__type"].rpartition(".")[2] for dag_id, dag in dags.items()}
+    assert kinds == {
+        "generate": "CronAhead",
+        "validate": "AssetOrTimeSchedule",
+        "extract": "AssetTriggeredTimetable",
+        "train": "AssetOrTimeSchedule",
+    }
+    beside = dags["train"]["schedule"]["__var"]["timetable"]
+    assert beside["__var"] == {"expression": "0 0 * * 0"}
+
+
+def test_a_wrong_cron_is_one_readable_import_error(scheduled: Any) -> None:
+    report = scheduled('[schedule]\nextract = "61 3 * * *"\n')
+    (error,) = report["errors"]
+    said = error.strip().splitlines()[-1]
+    assert "'61 3 * * *' in [schedule] is no cron expression" in said
+    assert said.endswith("write five fields, such as '0 3 * * *'")
+    assert set(report["dags"]) == {"generate", "validate", "train"}
+
+
+def test_a_notifier_hears_of_every_task_of_a_dataset(scheduled: Any) -> None:
+    report = scheduled('[alerts]\nnotifier = "package.module.Class"\n')
+    assert {dag_id: dag["alerted"] for dag_id, dag in report["dags"].items()} == {
+        "generate": ["generate", "prepare"],
+        "validate": ["dataset.token_budget", "dataset.validate"],
+        "extract": ["dataset.extract", "dataset.schema"],
+        "train": ["evaluate", "export", "train"],
+    }
+
+
+def test_a_tick_missed_while_paused_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pendulum
+    from airflow.timetables import trigger
+    from airflow.timetables.base import DataInterval, TimeRestriction
+
+    from gpu_host import timetables
+
+    def due(clock: str, last: str | None) -> str:
+        moment = pendulum.parse(clock)
+        monkeypatch.setattr(timetables, "now", lambda _zone: moment)
+        monkeypatch.setattr(trigger, "utcnow", lambda: moment)
+        start = TimeRestriction(pendulum.datetime(2026, 1, 1), None, catchup=False)
+        info = timetables.CronAhead("0 3 * * *").next_dagrun_info(
+            last_automated_data_interval=last and DataInterval.exact(pendulum.parse(last)),
+            restriction=start,
+        )
+        assert info is not None
+        return info.run_after.isoformat()[:16]
+
+    yesterday = "2026-03-09T03:00"
+    assert due("2026-03-10T02:59", yesterday) == "2026-03-10T03:00"
+    assert due("2026-03-10T03:01", yesterday) == "2026-03-10T03:00"
+    assert due("2026-03-10T03:01", "2026-03-10T03:00") == "2026-03-11T03:00"
+    assert due("2026-03-10T12:00", yesterday) == "2026-03-11T03:00"
+    assert due("2026-03-10T12:00", None) == "2026-03-11T03:00"
 
 
 @pytest.mark.parametrize(

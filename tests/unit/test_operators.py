@@ -64,7 +64,7 @@ class Announced(dict[Asset, list[Any]]):
 def context(*extras: Any, asset: Asset = GENERATED) -> dict[str, Any]:
     """``extras``: of the events that ``asset`` has had."""
     return {
-        "ti": SimpleNamespace(id="try 1"),
+        "ti": SimpleNamespace(id="try 1", dag_id="generate", xcom_push=lambda **_: None),
         "run_id": "run 1",
         "inlet_events": Announced({asset: [SimpleNamespace(extra=extra) for extra in extras]}),
         "outlet_events": Events(),
@@ -104,6 +104,7 @@ DONE = {
     "counts": {"rows": 7},
     "digest": "d1",
 }
+SHOW = ["show", "B1", "--last", "3"]
 LEFT = (0, 'B1  done  its inputs are unchanged\n[{"digest":"d1"}]\n', "")
 ANNOUNCEMENT = (GENERATED, {"dataset": "B1", "digest": "d1"})
 
@@ -157,8 +158,8 @@ def test_a_done_dataset_never_defers_and_is_announced_once(
 
 def test_a_phase_without_an_asset_asks_for_no_digest() -> None:
     host, here = FakeHost(DONE), context()
-    phase(host, asset=None).execute(here)
-    phase(host, asset=None).execute_complete(here, event(), "started")
+    phase(host, phase="validate", asset=None).execute(here)
+    phase(host, phase="validate", asset=None).execute_complete(here, event(), "started")
     assert host.asked == [["start"]]
     assert told(here) == []
 
@@ -189,8 +190,47 @@ def test_success_returns_counts_and_tells_what_changed() -> None:
     host, here = FakeHost(LEFT), context()
     result = phase(host).execute_complete(here, event(), "started")
     assert result == {"outcome": "ran", "changed": True, "rows": 7}
-    assert host.asked == [["plan", "generate", "B1", "--json"]]
+    assert host.asked == [SHOW, ["plan", "generate", "B1", "--json"]]
     assert told(here) == [ANNOUNCEMENT]
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        ((0, "B1/7\n  prompt\n", ""), [["B1/7", "  prompt"]]),
+        ((1, "", "no tokenizer"), []),
+        (Unreachable("gone"), []),
+        (
+            (0, "x" * 30_000, ""),
+            [["x" * 20_000 + "... `drafter show B1` has the rest"]],
+        ),
+    ],
+)
+def test_what_was_generated_last_is_kept_to_look_at(answer: Any, kept: list[Any]) -> None:
+    pushed: list[Any] = []
+    here = context()
+    here["ti"].xcom_push = lambda key, value: pushed.append((key, value))
+    with capture_logs() as entries:
+        phase(FakeHost(answer, LEFT)).execute_complete(here, event(), "started")
+    assert pushed == [("samples", lines) for lines in kept]
+    assert entries[-1]["event"] == "generate B1: 7 rows"
+
+
+def test_a_task_that_found_all_done_ends_with_the_numbers() -> None:
+    with capture_logs() as entries:
+        phase(FakeHost(DONE)).execute(context())
+    said = "generate B1: nothing to do, its inputs are unchanged; rows 7"
+    assert entries[-1]["event"] == said
+
+
+def test_the_link_leads_to_what_the_task_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIRFLOW__API__BASE_URL", "http://airflow/sub/")
+    (link,) = phase(FakeHost(DONE)).operator_extra_links
+    key = SimpleNamespace(dag_id="generate", run_id="a+b", task_id="generate", map_index=2)
+    page = "http://airflow/sub/dags/generate/runs/a%2Bb/tasks/generate"
+    assert link.get_link(phase(FakeHost(DONE)), ti_key=key) == f"{page}/mapped/2/xcom"
+    key.map_index = -1
+    assert link.get_link(phase(FakeHost(DONE)), ti_key=key) == f"{page}/xcom"
 
 
 def test_an_end_that_changed_nothing_is_announced_if_it_never_was() -> None:

@@ -9,6 +9,7 @@ from airflow.sdk.exceptions import AirflowFailException, TaskDeferred
 from unit.fake_host import FakeHost, refused
 from unit.test_operators import RECIPE, context
 
+from drafter.recipe import Recipe
 from gpu_host.sensors import SchemaSensor, TokenBudgetSensor
 from gpu_host.triggers import StatusTrigger
 
@@ -49,13 +50,13 @@ def status(
 NOTHING: dict[str, Any] = {"jobs": {}, "datasets": {}}
 
 
-def sensor(kind: Any, *answers: dict[str, Any]) -> Any:
+def sensor(kind: Any, *answers: dict[str, Any], recipe: Recipe = RECIPE) -> Any:
     class Sensor(kind):  # type: ignore[misc]
         def hook(self) -> Any:
             return host
 
     host = FakeHost(*answers)
-    return Sensor(task_id="sensor", dataset="B1", recipe=RECIPE)
+    return Sensor(task_id="sensor", dataset="B1", recipe=recipe)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +107,11 @@ def test_a_valid_dataset_lets_extraction_begin() -> None:
     ("seen", "message"),
     [
         (NOTHING, "B1 is not validated and nothing runs: run the validate DAG"),
-        (status(verified="changed"), "raw.jsonl of B1 is changed since it was validated"),
-        (status(verified="missing"), "raw.jsonl of B1 is missing"),
+        (
+            status(verified="changed: validate read sha256 a, now b"),
+            r"raw.jsonl of B1 is not what was validated \(changed: validate read sha256 a, now b\)",
+        ),
+        (status(verified="missing"), r"raw.jsonl of B1 is not what was validated \(missing\)"),
     ],
 )
 def test_what_is_not_as_validated_is_named(seen: dict[str, Any], message: str) -> None:

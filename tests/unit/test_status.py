@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,9 @@ def test_status_tells_jobs_and_verifies_files(host: Host) -> None:
     assert dataset["verified"] == {"raw_responses.jsonl": "ok", "failed.jsonl": "missing"}
     prepared.responses.write_text("[]\n")
     changed = read_status(host.workspace.root, verify=True, dataset="B1")["datasets"]["B1"]
-    assert changed["verified"]["raw_responses.jsonl"] == "changed"
+    assert changed["verified"]["raw_responses.jsonl"] == (
+        "changed: generate left sha256 ca3d163bab05, now 37517e5f3dc6"
+    )
     assert read_status(host.workspace.root, dataset="B2") == {"jobs": {}, "datasets": {}}
 
 
@@ -80,7 +84,19 @@ def verified(workspace: Workspace) -> dict[str, str]:
 def test_verify_looks_at_what_validation_read(workspace: Workspace) -> None:
     assert set(verified(workspace).values()) == {"ok"}
     workspace.prepared("B1").prompt_ids.write_text("[]\n")
-    assert verified(workspace)["prompt_ids.jsonl"] == "changed"
+    assert re.fullmatch(
+        "changed: validate read (sha256 [0-9a-f]{12}, now [0-9a-f]{12}|[0-9]+ bytes, now [0-9]+)",
+        verified(workspace)["prompt_ids.jsonl"],
+    )
+
+
+def test_one_byte_with_its_date_restored_is_a_change(workspace: Workspace) -> None:
+    path = workspace.prepared("B1").responses
+    before, data = path.stat(), bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert verified(workspace)[path.name].startswith("changed: generate left sha256 ")
 
 
 def test_rows_generated_after_validation_are_a_change(workspace: Workspace) -> None:
@@ -90,7 +106,8 @@ def test_rows_generated_after_validation_are_a_change(workspace: Workspace) -> N
     section = read_section(prepared.manifest, "generate") or {}
     files = {prepared.responses.name: file_record(prepared.responses)}
     write_section(prepared.manifest, "generate", {**section, "files": files})
-    assert verified(workspace)["raw_responses.jsonl"] == "changed"
+    said = verified(workspace)["raw_responses.jsonl"]
+    assert re.fullmatch("changed: validate read [0-9]+ bytes, now [0-9]+", said)
 
 
 def start(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> dict[str, Any]:
