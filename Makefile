@@ -5,7 +5,7 @@
 # make lint   ruff and mypy
 # make kill-matrix   every way to end a job, on every kind of job, as a table
 # make torture       generation killed with -9 at 200 random moments, faults pending, as a report
-# make bench         what Airflow adds to a job, a line of JSON each; BENCH=NAME for one
+# make bench         client, budget, job overhead: a line of JSON each; BENCH=NAME for one
 
 PYTHON ?= python3.11
 PORT ?= 8080
