@@ -51,7 +51,10 @@ def start(recipe: Recipe, code: str, run_id: str, request: str | None = None) ->
     from drafter.engines.connection import check_engine
 
     workspace = Workspace(Path(recipe.host.workspace))
-    if jobs.live(workspace.job(PHASE, ALL)) is None:
+    engine = workspace.job(PHASE, ALL)
+    if jobs.live(engine) is None:
+        if engine.job.exists():
+            jobs.poll(engine.root, 0, renew=False)  # ends what a killed engine left behind
         with contextlib.suppress(Busy):
             info = asyncio.run(check_engine(recipe.engine, recipe.target.path))
             return {"outcome": "serving", "model": info.model, "context": info.context}

@@ -8,7 +8,9 @@ phase, dataset, numbers}; for a failed task it is Airflow's own context besides.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +22,15 @@ from drafter.recipe import Recipe
 
 GB = 10**9
 
-_NOT_PROGRESS = frozenset({"time", "tokens_per_s", "tokens_per_second", "in_flight", "eta_s"})
-"""They change while nothing is done."""
+_NOT_PROGRESS = frozenset(
+    {"time", "tokens_per_s", "tokens_per_second", "in_flight", "eta_s", "answers", "asked"}
+)
+"""They change while nothing is done: an engine that answers errors only answers too."""
+
+_senders = ThreadPoolExecutor(2, thread_name_prefix="alert")
+"""Not the event loop's own threads: notifiers that hang must not keep jobs from being stopped."""
+
+log = logging.getLogger(__name__)
 
 _low_disks: set[tuple[str, str]] = set()
 """(connection, workspace) that an alert was sent for: all jobs there share the disk."""
@@ -37,15 +46,18 @@ class FailureAlert:
 
     def __call__(self, context: Any) -> None:
         task, error = context["task"], context.get("exception")
+        # Where Airflow found the task's process dead, it has neither an error nor the real task.
+        dataset = getattr(task, "dataset", None) or context["ti"].rendered_map_index
+        reason = "the process of the task ended without a word" if error is None else str(error)
         exit_code = getattr(error, "exit_code", None)
         is_alarm = self.phase == "generate" and exit_code == DataError.exit_code
         alert = {
             "condition": "tainted" if is_alarm and not self.is_sensor else "failed",
-            "reason": str(error).removeprefix("drafter: "),
+            "reason": reason.removeprefix("drafter: "),
             "numbers": {} if exit_code is None else {"exit_code": exit_code},
-            **subject(self.recipe, context, self.phase, task.dataset),
+            **subject(self.recipe, context, self.phase, str(dataset)),
         }
-        notify(settings(self.recipe), {**context, "alert": alert}, task.log.error)
+        notify(settings(self.recipe), {**context, "alert": alert}, log.error)
 
 
 def callbacks(recipe: Recipe, phase: str, is_sensor: bool = False) -> dict[str, Any]:
@@ -144,4 +156,6 @@ class Watch:
 
     async def _send(self, alert: dict[str, Any]) -> None:
         context = {"alert": alert, "run_id": alert["run_id"]}
-        await sync_to_async(notify, thread_sensitive=False)(self.alerts, context, self.complain)
+        await sync_to_async(notify, thread_sensitive=False, executor=_senders)(
+            self.alerts, context, self.complain
+        )

@@ -71,8 +71,8 @@ class StartEngineOperator(BaseOperator):
         self._request: str | None = None
 
     def execute(self, context: Any) -> dict[str, Any]:
-        if all(line["action"] == "done" for line in self.plan):
-            self.log.info("Everything is done: no engine is needed")
+        if all(line["action"] in ("done", "refuse") for line in self.plan):
+            self.log.info("Nothing will be asked: no engine is needed")
             return {"outcome": "not needed"}
         return self._begin(context)
 
@@ -187,9 +187,10 @@ class StopEngineOperator(BaseOperator):
     template_fields = ("code",)
 
     def __init__(self, *, recipe: Recipe, code: str, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**{**alerts.callbacks(recipe, "engine"), **kwargs})
         self.recipe = recipe
         self.code = code
+        self.dataset = ALL
 
     def execute(self, context: Any) -> dict[str, Any]:
         # Named, so that somebody who waits for the engine knows that no person said stop.

@@ -47,6 +47,9 @@ UNFINISHED = (
     "scheduled queued running restarting up_for_retry up_for_reschedule deferred awaiting_input"
 ).split()
 
+TO_COME = ["none", "scheduled", "queued", "up_for_retry"]
+"""States of a teardown that has not begun."""
+
 _ROUTE = re.compile(r"/api/v2/dags(/[^/]+)?")
 _OF_THE_BODY = (b"content-type", b"content-length", b"accept-encoding")
 
@@ -133,7 +136,7 @@ async def _fail(client: httpx.AsyncClient, dag: str, run: dict[str, Any], note: 
         await _fail_tasks(client, path, [task for task in begun if task["map_index"] >= 0], note)
         marked = await client.patch(path, json=body)
         if not marked.is_error and marked.json()["state"] != "failed":
-            if to_come := await _tasks(client, path, ["none"]):
+            if to_come := await _tasks(client, path, TO_COME):
                 await _fail_tasks(client, path, to_come, note)
                 continue
         elif not marked.is_error and not await _tasks(client, path, UNFINISHED):

@@ -164,6 +164,9 @@ class JobTrigger(BaseTrigger):
                 if unseen == 2:
                     return self._event("lost", log, look)
                 await asyncio.sleep(self.poll_s)
+        except asyncio.CancelledError:
+            watch = None  # the job is to be stopped now, whatever is being sent
+            raise
         finally:
             await hook.aclose()
             if watch:

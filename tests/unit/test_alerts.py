@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -107,6 +108,16 @@ def test_a_failed_task_of_a_dataset_is_told(heard: Heard, code: int, condition: 
         "numbers": {"exit_code": code},
         **ABOUT,
     }
+
+
+def test_a_task_whose_process_died_is_told_by_the_name_of_its_instance(heard: Heard) -> None:
+    """Airflow then calls from elsewhere, with the mapped operator and without an error."""
+    (callback,) = phase(FakeHost({}), recipe=heard.recipe()).on_failure_callback
+    instance = SimpleNamespace(dag_id="generate", rendered_map_index="B1", map_index=0)
+    callback({**here(), "task": SimpleNamespace(task_id="generate"), "ti": instance})
+    (alert,) = heard.alerts
+    assert (alert["dataset"], alert["condition"]) == ("B1", "failed")
+    assert alert["reason"] == "the process of the task ended without a word"
 
 
 def test_a_failed_sensor_is_told(heard: Heard) -> None:
@@ -234,6 +245,23 @@ async def test_a_notifier_that_hangs_or_fails_does_not_hold_up_the_job(
         assert events == ["ended"]
         assert heard.alerts == []
     assert len(complaints) == 1
+
+
+async def test_a_killed_task_does_not_wait_for_an_alert_that_is_being_sent(heard: Heard) -> None:
+    polls = [look(free_bytes=GB) for _ in range(500)]
+    trigger = following(FakeHost(*polls), heard.recipe(wait_s=3.0), [])
+
+    async def follow() -> None:
+        async for _ in trigger.run():
+            raise AssertionError
+
+    following_it = asyncio.create_task(follow())
+    await asyncio.sleep(0.3)
+    following_it.cancel()
+    killed_at = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        await following_it
+    assert time.monotonic() - killed_at < 2
 
 
 def test_a_wrong_name_is_refused_with_the_recipe(heard: Heard) -> None:
