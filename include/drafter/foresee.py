@@ -61,7 +61,7 @@ def look(
     refuse_other_identity(prepared, identity)
     counts = _state(prepared)
     if plan.action == "wait":
-        after = " after prepare" if counts["prompts"] else ": prepare writes them first"
+        after = ", after prepare" if counts["prompts"] else ": prepare writes them first"
         plan = replace(plan, action="start", reason=f"{counts['prompts']:,} prompts{after}")
     if plan.action == "resume":
         stored = _stored(counts["responses"], counts["completion_tokens"], limit)
@@ -79,7 +79,7 @@ def _adopt(plan: Plan, prepared: Prepared, recipe: Recipe, limit: int | None) ->
         found = adoption.check_responses(
             prepared, recipe, adoption.num_prompt_tokens(prepared), family
         )
-    words = [f"adopt {_stored(found.responses, found.completion_tokens, limit)}"]
+    words = [_stored(found.responses, found.completion_tokens, limit)]
     counts = _state(prepared)
     if limit is not None and found.completion_tokens >= limit:
         words.append("budget met, nothing is generated")

@@ -72,15 +72,15 @@ def test_an_older_workspace_is_adopted_as_the_plan_says(
     plan = planned(site, capsys, "adopt")
     b1, b2, b3, rest = plan[B1], plan[B2], plan[B3], [plan[name] for name in NAMES[3:]]
     assert b1[0] == b2[0] == b3[0] == "adopt"
-    assert b1[1].startswith("adopt 10,000 responses, ") and "budget met" in b1[1]
+    assert b1[1].startswith("10,000 responses, ") and "budget met" in b1[1]
     assert b1[1].endswith(
         f"validate tokenizes 2 more: {site.untokenized(0)} (line 4712, left out),"
         f" {site.untokenized(1)} (line 10000, stored after the last tokenized row)"
     )
-    assert b2[1].startswith("adopt 2,912 responses, ") and b2[1].endswith(
+    assert b2[1].startswith("2,912 responses, ") and b2[1].endswith(
         "budget met, nothing is generated"
     )
-    assert b3[1].startswith("adopt 2 responses, ") and b3[1].endswith("resume from 2")
+    assert b3[1].startswith("2 responses, ") and b3[1].endswith("resume from 2")
     assert [action for action, _ in rest] == ["start"] * 5
     assert not list(site.workspace.root.rglob("manifest.json"))  # a plan writes nothing
 
