@@ -18,8 +18,8 @@ from drafter.engines.connection import check_engine
 from drafter.engines.outcomes import RULES, Kind, Outcome
 from drafter.errors import Busy
 from drafter.job import Job
-from drafter.recipe import Generate
 from drafter.rows import Family
+from drafter.sections import Generate
 
 _REPORT_SECONDS = 1.0
 

@@ -33,7 +33,7 @@ from drafter.errors import DataError, RecipeError
 from drafter.identity import target_identity
 from drafter.job import Job
 from drafter.layout import ALL, Prepared
-from drafter.recipe import Dataset
+from drafter.sections import Dataset
 from drafter.sources import CONVERT, reading
 from drafter.sources.prompt import Prompt, mapped
 from drafter.spool import Spool

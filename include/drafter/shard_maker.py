@@ -17,7 +17,7 @@ import torch
 from drafter import gates
 from drafter.errors import DataError
 from drafter.jsonl import row_at
-from drafter.recipe import Extract
+from drafter.sections import Extract
 from drafter.shard_plan import RowIndex, plan_batches
 from drafter.shards import DTYPES, Features, Shard, ShardHeader
 from drafter.target_head import TargetHead

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from drafter import jsonl, template
 from drafter.errors import DataError, RecipeError
 from drafter.layout import Prepared
-from drafter.recipe import Target
 from drafter.rows import Family, check_row, verdict
+from drafter.sections import Target
 from drafter.terminal import Paint, Style, elide, inert, mark, one_line, unmark
 
 ELIDED_AT = 2000

@@ -19,8 +19,8 @@ from typing import Any
 
 from drafter.errors import DataError, RecipeError
 from drafter.layout import read_json
-from drafter.recipe import Target
 from drafter.rows import Family
+from drafter.sections import Target
 from drafter.sources.prompt import Message, Prompt, mapped
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"

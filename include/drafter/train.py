@@ -28,7 +28,8 @@ from drafter.job import Job
 from drafter.layout import DrafterRun, file_record, whole_file, write_section
 from drafter.loss import Judge, soft_cross_entropy
 from drafter.model import Drafter, new_drafter, shape_for
-from drafter.recipe import Recipe, Train
+from drafter.recipe import Recipe
+from drafter.sections import Train
 from drafter.target_head import TargetHead, text_config
 
 _REPORT_SECONDS = 1.0

@@ -28,8 +28,8 @@ from drafter.layout import (
     whole_file,
     write_section,
 )
-from drafter.recipe import Validate
 from drafter.rows import Family, check_row, reason_class, verdict
+from drafter.sections import Validate
 from drafter.sessions import refuse_other_identity, refuse_other_prompts
 
 REPORT_S = 1.0

@@ -11,7 +11,8 @@ from airflow.sdk.definitions.asset import BaseAsset
 
 from drafter.errors import RecipeError
 from drafter.plan import MODES
-from drafter.recipe import Dataset, Recipe
+from drafter.recipe import Recipe
+from drafter.sections import Dataset
 from gpu_host.timetables import CronAhead
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

@@ -21,7 +21,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException
 
 from drafter.errors import DrafterError, RecipeError
 from drafter.layout import Workspace
-from drafter.recipe import Host
+from drafter.sections import Host
 
 CONNECT_ATTEMPTS = 3
 CONNECT_TIMEOUT_S = 15

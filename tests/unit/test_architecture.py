@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAFTER = ROOT / "include" / "drafter"
-LIGHT = {"recipe", "layout", "errors", "identity", "plan", "status", "code"}
+LIGHT = {"recipe", "sections", "layout", "errors", "identity", "plan", "status", "code"}
 STANDARD_LIBRARY_ONLY = {
     "errors", "layout", "status", "supervisor", "processes", "jobs", "code", "terminal",
 }  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter import layout
-from drafter.recipe import SourceFormat
+from drafter.sections import SourceFormat
 from drafter.sources import CONVERT
 from drafter.sources.prompt import Prompt
 

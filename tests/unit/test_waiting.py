@@ -15,7 +15,7 @@ from drafter.engines import balance, client
 from drafter.engines.endpoints import Endpoints
 from drafter.engines.outcomes import Kind
 from drafter.errors import Busy
-from drafter.recipe import Engine
+from drafter.sections import Engine
 
 
 @pytest.fixture

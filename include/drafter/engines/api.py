@@ -14,8 +14,8 @@ import orjson
 
 from drafter.engines.outcomes import Outcome
 from drafter.errors import Busy, RecipeError
-from drafter.recipe import Generate
 from drafter.rows import Family, check_row
+from drafter.sections import Generate
 
 _TRANSIENT_STATUS = frozenset({401, 403, 404, 405, 408, 425, 429})
 """Of 4xx: what the server is or does just now, whatever the prompt."""

@@ -34,8 +34,8 @@ from drafter.engines.connection import (
 from drafter.engines.endpoints import Endpoints
 from drafter.engines.outcomes import RULES, Kind, Outcome
 from drafter.errors import DrafterError, RecipeError
-from drafter.recipe import Engine, Generate
 from drafter.rows import Family
+from drafter.sections import Engine, Generate
 
 _UNTIL_ANSWERED = {"timeout": httpx.Timeout(None, connect=CONNECT_TIMEOUT_S).as_dict()}
 

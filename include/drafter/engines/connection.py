@@ -16,7 +16,7 @@ from drafter.engines.sglang import SGLang
 from drafter.engines.vllm import VLLM
 from drafter.errors import Busy, RecipeError
 from drafter.layout import file_record
-from drafter.recipe import Engine
+from drafter.sections import Engine
 
 CONNECT_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 30.0

@@ -15,7 +15,7 @@ import httpx
 
 from drafter.engines.api import Answer, Served, count, get, get_object, max_model_len
 from drafter.errors import RecipeError
-from drafter.recipe import Generate
+from drafter.sections import Generate
 
 _KEPT_BACK = 6
 """Tokens of the context by which max_req_input_len is shorter."""

@@ -17,7 +17,7 @@ import httpx
 
 from drafter.engines.api import Answer, Served, ask, count, first_model, get, get_object
 from drafter.errors import RecipeError
-from drafter.recipe import Generate
+from drafter.sections import Generate
 
 
 class VLLM:

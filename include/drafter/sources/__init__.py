@@ -6,7 +6,7 @@ row makes it raise.
 
 from collections.abc import Mapping
 
-from drafter.recipe import SourceFormat
+from drafter.sections import SourceFormat
 from drafter.sources import (
     glaive,
     magicoder,
