@@ -136,7 +136,8 @@ def _spec(recipe: Recipe, code: str, run_id: str, request: str | None) -> dict[s
         "token_budget": None,
         "in_flight": engine.in_flight,
         "recipe": recipe.as_json(),
-        "timeout_s": host.timeout_s,
+        # The jobs that use it have deadlines of their own, and the last may begin at any time.
+        "timeout_s": None,
         "lease_s": engine.lease_s,
         "grace_s": host.grace_s,
         "lock": str(workspace.lock(PHASE, ALL)),

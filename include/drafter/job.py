@@ -11,7 +11,7 @@
     token_budget     overrides the dataset's, or null
     in_flight        this job's share of the engine
     recipe           the resolved recipe
-    timeout_s, lease_s, grace_s
+    timeout_s, lease_s, grace_s      timeout_s is null for what ends by its lease alone
     lock             what the job holds while it runs; layout.Workspace.lock
     request          id of the Airflow try that asks, or null
 """

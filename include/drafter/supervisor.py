@@ -214,8 +214,9 @@ class Supervisor:
             if now - lease_seen > self._spec["lease_s"]:
                 reason = f"nobody renewed the lease for {self._spec['lease_s']:g} s"
                 return LeaseExpired.exit_code, reason, None, grace_s
-            if now > self._spec["timeout_s"]:
-                reason = f"took longer than its deadline of {self._spec['timeout_s']:g} s"
+            deadline_s = self._spec["timeout_s"]
+            if deadline_s is not None and now > deadline_s:
+                reason = f"took longer than its deadline of {deadline_s:g} s"
                 return DeadlinePassed.exit_code, reason, None, grace_s
 
     def _reap(self) -> None:

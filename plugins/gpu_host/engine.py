@@ -148,20 +148,9 @@ class StartEngineOperator(BaseOperator):
         return {"outcome": "ready", "model": progress["model"], "context": progress["context"]}
 
     def _defer(self, context: Any, answer: dict[str, Any]) -> None:
-        host = self.recipe.host
+        host, asker = self.recipe.host, self._asker(context)
         self.defer(
-            trigger=EngineTrigger(
-                conn_id=host.conn_id,
-                workspace=host.workspace,
-                python=host.python,
-                code=self.code,
-                job_dir=str(self._job_dir.root),
-                start_id=answer["start_id"],
-                offset=answer["offset"],
-                poll_s=host.poll_s,
-                patience_s=host.lease_s,
-                request=self._asker(context),
-            ),
+            trigger=EngineTrigger.of(host, self.code, self._job_dir, answer, asker),
             method_name="execute_complete",
         )
 

@@ -165,21 +165,9 @@ class PhaseOperator(BaseOperator):
         return answer
 
     def _defer(self, context: Any, answer: dict[str, Any]) -> None:
-        host = self.recipe.host
+        asker, told = self._asker(context), self._alerts(context)
         self.defer(
-            trigger=JobTrigger(
-                conn_id=host.conn_id,
-                workspace=host.workspace,
-                python=host.python,
-                code=self._code,
-                job_dir=str(self._job_dir.root),
-                start_id=answer["start_id"],
-                offset=answer["offset"],
-                poll_s=host.poll_s,
-                patience_s=host.lease_s,
-                request=self._asker(context),
-                alerts=self._alerts(context),
-            ),
+            trigger=JobTrigger.of(self.recipe.host, self._code, self._job_dir, answer, asker, told),
             method_name="execute_complete",
             kwargs={"outcome": answer["outcome"]},
         )

@@ -38,7 +38,7 @@ NOTE_LIMIT = 1000
 
 TRIES = 5
 RETRY_S = 1.0
-"""A teardown that runs needs a moment; so does a run that changes at the same time."""
+"""A teardown that runs is given this long to end; so is a run that changes at the same time."""
 
 PAGE = 100
 """Airflow's own limit of a listing."""
@@ -126,17 +126,19 @@ async def _fail(client: httpx.AsyncClient, dag: str, run: dict[str, Any], note: 
 
     Marking a run failed marks *every* dataset of a mapped task of which one runs, also those that
     have succeeded: so these are marked one by one before. And it leaves a run as it is while a
-    teardown is to come, which would start on unpausing: so that is marked after.
+    teardown is to come or runs, and it would never change as long as the DAG is paused: so that is
+    marked after. An engine that is not torn down ends by itself (drafter.engine_job).
     """
     path = f"{dag}/dagRuns/{quote(run['dag_run_id'], safe='')}"
     name = f"{run['dag_id']} {run['dag_run_id']}"
     body = {"state": "failed", "note": "\n\n".join(filter(None, (run["note"], note)))[-NOTE_LIMIT:]}
-    for _ in range(TRIES):
+    for tries_left in reversed(range(TRIES)):
         begun = await _tasks(client, path, UNFINISHED)
         await _fail_tasks(client, path, [task for task in begun if task["map_index"] >= 0], note)
         marked = await client.patch(path, json=body)
         if not marked.is_error and marked.json()["state"] != "failed":
-            if to_come := await _tasks(client, path, TO_COME):
+            states = TO_COME if tries_left > 1 else [*TO_COME, "running"]
+            if to_come := await _tasks(client, path, states):
                 await _fail_tasks(client, path, to_come, note)
                 continue
         elif not marked.is_error and not await _tasks(client, path, UNFINISHED):

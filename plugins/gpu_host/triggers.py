@@ -16,12 +16,13 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from drafter.errors import DrafterError
 from drafter.layout import JobDir
+from drafter.sections import Host
 from gpu_host import alerts
 from gpu_host.hooks import GpuHostHook, Unreachable
 
@@ -78,6 +79,31 @@ class JobTrigger(BaseTrigger):
         self.patience_s = patience_s
         self.request = request
         self.alerts = alerts
+
+    @classmethod
+    def of(
+        cls,
+        host: Host,
+        code: str,
+        job_dir: JobDir,
+        answer: dict[str, Any],
+        request: str,
+        alerts: dict[str, Any] | None = None,
+    ) -> Self:
+        """What follows the job that ``drafter start`` gave as ``answer``."""
+        return cls(
+            conn_id=host.conn_id,
+            workspace=host.workspace,
+            python=host.python,
+            code=code,
+            job_dir=str(job_dir.root),
+            start_id=answer["start_id"],
+            offset=answer["offset"],
+            poll_s=host.poll_s,
+            patience_s=host.lease_s,
+            request=request,
+            alerts=alerts,
+        )
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         names = (

@@ -14,9 +14,20 @@ ROOT = Path(__file__).resolve().parents[2]
 KIMI = ROOT / "include" / "recipes" / "kimi-k2.5.toml"
 
 REPORT = """
-import json, os, sys, time, warnings
+import json, os, pathlib, sys, time, warnings
 import airflow.providers.ssh.hooks.ssh, asyncssh  # what these do is not ours
 from airflow.dag_processing.dagbag import DagBag
+cpu_seconds = {}
+for file in pathlib.Path(os.environ["AIRFLOW__CORE__DAGS_FOLDER"]).glob("*.py"):
+    # As the DAG processor does it: each file in a process that knows none of our modules yet.
+    read, write = os.pipe()
+    if os.fork() == 0:
+        begun = time.process_time()
+        DagBag(str(file))
+        os.write(write, str(time.process_time() - begun).encode())
+        os._exit(0)
+    os.wait()
+    cpu_seconds[file.stem] = float(os.read(read, 64))
 outside = []
 def watch(event, arguments):
     wrote = event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR)
@@ -26,9 +37,7 @@ sys.addaudithook(watch)
 importing = True
 with warnings.catch_warnings():
     warnings.simplefilter("error")
-    begun = time.process_time()
     bag = DagBag()
-    cpu_seconds = time.process_time() - begun
 importing = False
 from airflow.serialization.serialized_objects import DagSerialization
 dags = {
@@ -101,7 +110,8 @@ def test_every_dag_is_documented_owned_tagged_and_runs_once_at_a_time(parsed: An
 
 def test_parsing_is_quick_and_touches_nothing_outside(parsed: Any) -> None:
     assert parsed["outside"] == []
-    assert parsed["cpu_seconds"] < 4 * 2
+    assert set(parsed["cpu_seconds"]) == set(parsed["dags"])
+    assert max(parsed["cpu_seconds"].values()) < 2, parsed["cpu_seconds"]
 
 
 def test_datasets_are_mapped_tasks_behind_their_sensors(parsed: Any) -> None:

@@ -213,12 +213,16 @@ async def test_a_run_that_cannot_be_stopped_is_an_error_in_the_log_and_the_pause
     assert "mark it failed by hand" in error
 
 
-async def test_a_teardown_to_come_does_not_keep_the_run_open() -> None:
+@pytest.mark.parametrize("state", ["none", "running"])
+async def test_a_teardown_to_come_or_one_that_does_not_end_does_not_keep_the_run_open(
+    state: str, caplog: pytest.LogCaptureFixture
+) -> None:
     airflow = FakeAirflow()
-    airflow.tasks["stop_engine", -1] = "none"
+    airflow.tasks["stop_engine", -1] = state
     await patch(airflow, "/api/v2/dags/generate")
     assert airflow.runs[RUN]["state"] == "failed"
     assert airflow.tasks["stop_engine", -1] == "failed"
+    assert [r for r in caplog.records if r.levelname == "ERROR"] == []
 
 
 async def test_a_note_stays_within_what_airflow_takes() -> None:
