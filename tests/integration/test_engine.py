@@ -155,6 +155,21 @@ def test_an_engine_that_serves_another_model_is_one_red_task_and_nothing_stays(s
     assert site.marked() == []
 
 
+def test_one_that_never_becomes_ready_is_tried_twice_and_nothing_stays(site: Site) -> None:
+    recipe = site.stack.recipe.read_text()
+    site.stack.recipe.write_text(recipe.replace("ready_timeout_s = 120", "ready_timeout_s = 5"))
+    site.script("echo still loading; sleep 600")
+    run = site.api.trigger("generate")
+    assert site.ended(run) == "failed"
+    site.stack.recipe.write_text(recipe)
+    (start,) = (t for t in site.api.tasks("generate", run) if t["task_id"] == "start_engine")
+    assert (start["state"], start["try_number"]) == ("failed", 2)
+    said = site.log(run, "start_engine")
+    assert "the engine is not ready after 5 s" in said
+    assert "its log ends: still loading" in said
+    assert site.marked() == []
+
+
 def test_one_that_dies_in_mid_run_is_started_again_by_the_retry_and_stopped_at_the_end(
     site: Site,
 ) -> None:
