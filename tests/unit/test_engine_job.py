@@ -88,6 +88,8 @@ class EngineHost(Host):
 
     def end_of_engine(self, within_s: float = 30) -> dict[str, Any]:
         until(lambda: jobs.live(self.engine) is None, within_s)
+        # Its guardian notices the supervisor's end, and then ends too.
+        until(self.nothing_alive, 2)
         return read_json(self.engine.exit)
 
     def phase_job(self, recipe: Recipe) -> Any:
