@@ -1,7 +1,7 @@
 # make demo   the four DAGs, for real, on this machine, to a drafter with a measured acceptance length
 # make up     the same stack, left running at http://localhost:8080      make down   stops it
 # make test   everything but the long forms
-# make test-airflow  the long forms: pause, engine, sensors, schedule and browser over a whole Airflow
+# make test-airflow  the long forms: pause, engine and alerts over a whole Airflow
 # make lint   ruff and mypy
 # make kill-matrix   every way to end a job, on every kind of job, as a table
 # make torture       generation killed with -9 at 200 random moments, faults pending, as a report
@@ -56,8 +56,9 @@ up: setup
 down:
 	$(DEMO) down --port $(PORT)
 
-test: setup lint
-	.venv/bin/python -m pytest
+test: setup chromium lint
+	.venv/bin/python -m pytest -n 2 --dist loadfile tests/unit
+	.venv/bin/python -m pytest tests/integration
 
 .PHONY: test-airflow
 test-airflow: setup chromium

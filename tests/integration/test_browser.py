@@ -20,8 +20,6 @@ from demo.airflow_api import AirflowApi
 from demo.stack import PORTS, ROOT, Stack, free_ports
 from drafter.layout import Workspace
 
-pytestmark = pytest.mark.long
-
 HOST_PYTHON = ROOT / ".demo" / "host-venv" / "bin" / "python"
 B1, B3 = "B1_glaive", "B3_magicoder"
 BUDGET = 250

@@ -27,8 +27,6 @@ from demo.stack import ROOT, Stack, environment, free_ports
 from drafter.layout import Workspace, read_json
 from drafter.status import read_status
 
-pytestmark = pytest.mark.long
-
 HOST_PYTHON = ROOT / ".demo" / "host-venv" / "bin" / "python"
 DAGS = {"generate", "validate", "extract", "train"}
 NAMES = ["B1_glaive", "B6_ultrachat", "B7_sharegpt"]
