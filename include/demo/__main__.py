@@ -19,7 +19,7 @@ import httpx
 
 from demo import stack
 from demo.airflow_api import AirflowApi
-from demo.stack import PORTS, ROOT, Stack, free_ports
+from demo.stack import ENGINE_KINDS, PORTS, ROOT, Stack, free_ports
 from demo.summary import summarise, table
 from demo.watch import Drive
 from drafter.doctor import examine
@@ -37,6 +37,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--recipe", type=Path, default=ROOT / "include/recipes/demo.toml")
     parser.add_argument("--host-python", type=Path, default=ROOT / ".demo/host-venv/bin/python")
     parser.add_argument("--port", type=int, default=8080, help="of the Airflow UI")
+    parser.add_argument("--engine", choices=ENGINE_KINDS, default="embedded")
     arguments = parser.parse_args(argv)
     here = Stack(
         home=arguments.home.absolute(),
@@ -44,6 +45,7 @@ def main(argv: list[str]) -> int:
         host_python=arguments.host_python.absolute(),
         web_port=arguments.port,
         ports=dict(zip(PORTS, free_ports(len(PORTS)), strict=True)),
+        engine=arguments.engine,
     )
     for sig in SIGNALS:
         signal.signal(sig, _interrupted)

@@ -1,4 +1,4 @@
-"""The demo's processes: a private sshd, the embedded engine and the four parts of Airflow.
+"""The demo's processes: a private sshd, an engine and the four parts of Airflow.
 
 Each runs in a session of its own, with its output in ``<home>/logs``; ``<home>/stack.json`` names
 them, so that ``down`` in another shell finds them. Every process, and whatever it starts, carries
@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import httpx
 
@@ -27,6 +28,10 @@ from drafter.jobs import stop_all
 from drafter.layout import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
+SGLANG = ROOT / ".demo" / "engines" / "sglang"
+"""The environment that `make sglang` makes."""
+EngineKind = Literal["embedded", "sglang"]
+ENGINE_KINDS: tuple[EngineKind, ...] = get_args(EngineKind)
 PORTS = ("sshd", "engine", "worker_logs", "triggerer_logs")
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 20.0
@@ -43,6 +48,7 @@ class Stack:
     ports: dict[str, int]
     """Loopback ports of everything else: PORTS."""
     dags: Path = ROOT / "dags"
+    engine: EngineKind = "embedded"
 
     @property
     def record(self) -> Path:
@@ -138,10 +144,16 @@ def start_airflow(stack: Stack) -> None:
 
 
 def engine_command(stack: Stack) -> list[str]:
-    """The embedded engine runs on the "GPU container", in the host's own environment."""
+    """What serves the target on the "GPU container": the embedded engine, in the host's own
+    environment, or SGLang on the CPU. Both answer the same requests."""
     model = str(ROOT / "include" / "demo" / "target")
     port = str(stack.ports["engine"])
-    return [str(stack.host_python), "-m", "drafter", "serve", "--model", model, "--port", port]
+    if stack.engine == "embedded":
+        return [str(stack.host_python), "-m", "drafter", "serve", "--model", model, "--port", port]
+    script = str(ROOT / "tests" / "engines" / "sglang_cpu.sh")
+    # Idle, its scheduler would keep a core busy that Airflow needs.
+    flags = ["--dtype", "float32", "--sleep-on-idle"]
+    return [script, "serve", str(SGLANG), model, port, *flags]
 
 
 def stop(stack: Stack) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ from drafter.terminal import utc
 
 SLACK_S = 120.0
 """A session's last answer comes at most one mark (a minute) after its last mark, and some more."""
+
+COPIES = ("discard", "rejected")
+"""Archives that hold nothing but copies while they are being filled."""
 
 
 class Selection(NamedTuple):
@@ -74,18 +78,26 @@ def since(prepared: Prepared, moment: float) -> Selection:
     return _select(prepared, offsets[after - 1], size, before.time)
 
 
+def from_row(prepared: Prepared, first: int) -> Selection:
+    """The answers from row ``first`` on, of which the file holds so many at least."""
+    starts = (line.offset for line in jsonl.scan(prepared.responses))
+    begin = next(islice(starts, first, None), _size(prepared.responses))
+    return _select(prepared, begin, _size(prepared.responses), 0)
+
+
 def sessions(prepared: Prepared) -> str:
     """The numbers there are, in words."""
     number = sum(event.is_start for event in rewrite.events(prepared))
     return f"from 1 to {number}" if number else "(there is none)"
 
 
-def apply(prepared: Prepared, selection: Selection) -> Path:
-    """Move the selected answers and every failure to the archive. The caller holds the lock.
+def apply(prepared: Prepared, selection: Selection, name: str | None = None) -> Path:
+    """Move the selected answers and every failure to the archive, to ``name`` there, or a name that
+    tells the time. The caller holds the lock.
 
     Killed at any moment, they are in the archive, in their files or in both.
     """
-    archive = _fill_archive(prepared, selection)
+    archive = _fill_archive(prepared, selection, name or f"discard-{utc(time.time())}")
     spans: dict[Path, Sequence[Span]] = {
         prepared.responses: [(selection.begin, selection.end - selection.begin)],
         prepared.failed: [(0, size)] if (size := _size(prepared.failed)) else [],
@@ -100,7 +112,7 @@ def restart(prepared: Prepared) -> Path | None:
     Finishes what a killed call began; None when there was nothing to move.
     """
     begun = sorted(prepared.archive("x").parent.glob("restart-*.partial"))
-    name = begun[0].stem if begun else _unused(prepared, "restart")
+    name = begun[0].stem if begun else _unused(prepared, f"restart-{utc(time.time())}")
     if not begun and not plan.is_begun(prepared):
         return None
     archive_previous(prepared, name)
@@ -137,11 +149,12 @@ def _select(prepared: Prepared, begin: int, end: int, earliest: float) -> Select
     return Selection(begin, end, earliest, latest, num_rows, num_tokens)
 
 
-def _fill_archive(prepared: Prepared, selection: Selection) -> Path:
-    root = prepared.archive("x").parent
-    for partial in root.glob("discard-*.partial"):
-        shutil.rmtree(partial)  # only copies
-    archive = prepared.archive(_unused(prepared, "discard"))
+def _fill_archive(prepared: Prepared, selection: Selection, name: str) -> Path:
+    archive = prepared.archive(_unused(prepared, name))
+    root = archive.parent
+    for kind in COPIES:
+        for partial in root.glob(f"{kind}-*.partial"):
+            shutil.rmtree(partial)
     partial = archive.with_name(f"{archive.name}.partial")
     partial.mkdir(parents=True)
     span = (selection.begin, selection.end - selection.begin)
@@ -155,9 +168,8 @@ def _fill_archive(prepared: Prepared, selection: Selection) -> Path:
     return archive
 
 
-def _unused(prepared: Prepared, prefix: str) -> str:
-    name = stem = f"{prefix}-{utc(time.time())}"
-    number = 1
+def _unused(prepared: Prepared, stem: str) -> str:
+    name, number = stem, 1
     while prepared.archive(name).exists():
         number += 1
         name = f"{stem}-{number}"

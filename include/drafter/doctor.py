@@ -17,6 +17,8 @@ from drafter import machine
 from drafter.errors import Busy, DataError, RecipeError
 from drafter.identity import tokenizer_sha256
 from drafter.recipe import Recipe
+from drafter.sections import Dataset
+from drafter.source_files import local_files
 
 NEEDED = ("httpx", "orjson", "pandas", "pydantic", "safetensors", "torch", "transformers")
 
@@ -59,7 +61,7 @@ def examine(recipe: Recipe, phase: str, now: float | None = None) -> Iterator[Fi
     yield _workspace(Path(recipe.host.workspace))
     yield _target(recipe)
     if phase == "generate":
-        yield from (_source(dataset.name, Path(dataset.path)) for dataset in recipe.datasets)
+        yield from map(_source, recipe.datasets)
     # Without its packages there is no client to look at the engine with.
     if phase in ENGINE_PHASES and python.error is None:
         yield _engine(recipe)
@@ -138,13 +140,21 @@ def _target(recipe: Recipe) -> Finding:
     return Finding("target", f"{recipe.target.path} (tokenizer {tokenizer[:12]})")
 
 
-def _source(name: str, path: Path) -> Finding:
-    if path.is_file():
-        return Finding(name, f"{path} ({path.stat().st_size:,} bytes)")
-    error = DataError(
-        f"{name}: no file at {path}: correct its path in the recipe, a path on the GPU host"
-    )
-    return Finding(name, str(path), error)
+def _source(source: Dataset) -> Finding:
+    """What lies on the hub, prepare asks it, and only when it has to."""
+    if source.hub is not None:
+        return Finding(source.name, f"{source.hub} of the hub at {source.revision[:12]}")
+    try:
+        files = local_files(source)
+    except RecipeError:
+        error = DataError(
+            f"{source.name}: no file at {source.path}: correct its path in the recipe, a path on"
+            " the GPU host"
+        )
+        return Finding(source.name, str(source.path), error)
+    num_bytes = sum(file.stat().st_size for file in files)
+    num_files = f"{len(files)} files, " if len(files) > 1 else ""
+    return Finding(source.name, f"{source.path} ({num_files}{num_bytes:,} bytes)")
 
 
 def _engine(recipe: Recipe) -> Finding:

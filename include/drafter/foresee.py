@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drafter import adoption, template
+from drafter import adoption, approval, template
 from drafter.errors import DataError, RecipeError
 from drafter.identity import generation_identity
 from drafter.jsonl import damage, rows
@@ -62,7 +62,9 @@ def look(
     counts = _state(prepared)
     if plan.action == "wait":
         after = ", after prepare" if counts["prompts"] else ": prepare writes them first"
-        plan = replace(plan, action="start", reason=f"{counts['prompts']:,} prompts{after}")
+        pilot = "; a pilot first" if _is_unapproved(prepared, recipe, identity) else ""
+        reason = f"{counts['prompts']:,} prompts{after}{pilot}"
+        plan = replace(plan, action="start", reason=reason)
     if plan.action == "resume":
         stored = _stored(counts["responses"], counts["completion_tokens"], limit)
         plan = replace(plan, reason=f"from {stored}")
@@ -80,6 +82,8 @@ def _adopt(plan: Plan, prepared: Prepared, recipe: Recipe, limit: int | None) ->
             prepared, recipe, adoption.num_prompt_tokens(prepared), family
         )
     words = [_stored(found.responses, found.completion_tokens, limit)]
+    if _is_unapproved(prepared, recipe, generation_identity(recipe)):
+        words.append("a person's approval")
     counts = _state(prepared)
     if limit is not None and found.completion_tokens >= limit:
         words.append("budget met, nothing is generated")
@@ -91,6 +95,10 @@ def _adopt(plan: Plan, prepared: Prepared, recipe: Recipe, limit: int | None) ->
         count = len(found.untokenized)
         words.append(f"validate tokenizes {count:,} more: {adoption.named(found.untokenized)}")
     return replace(plan, action="adopt", reason="; then ".join(words), counts=counts)
+
+
+def _is_unapproved(prepared: Prepared, recipe: Recipe, identity: dict[str, Any]) -> bool:
+    return recipe.pilot is not None and not approval.given(prepared, identity)
 
 
 def _stored(responses: int, tokens: int, limit: int | None) -> str:

@@ -5,6 +5,8 @@ come first; those that failed, but not for good, go out once more at the end. Ev
 appended to ``raw_responses.jsonl`` the moment it arrives; killing the job at any moment loses what
 was in flight and nothing else. What becomes of each kind of answer is the table in
 drafter.engines.outcomes; when to stop sending, drafter.budget; when to stop all, drafter.canary.
+Where the recipe asks for a pilot, a job generates that and leaves no section in the manifest, and
+no other job does anything until a person has approved it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from drafter import adoption, plan, progress, rewrite, template
+from drafter import adoption, approval, plan, progress, rewrite, template
 from drafter.budget import Budget
 from drafter.canary import Canary, archive_tail
 from drafter.engines.client import connected
@@ -43,9 +45,9 @@ def run(job: Job) -> None:
 
 def generate(job: Job, family: Family) -> None:
     """Raises RecipeError when stored responses were made with something else, DataError when the
-    prompts are not those of prepare or the canary alarms, Busy when the budget is not met and
-    prompts are left that may still be answered, and what :class:`drafter.workers.Workers`
-    raises."""
+    prompts are not those of prepare, the pilot is not approved or the canary alarms, Busy when the
+    budget is not met and prompts are left that may still be answered, and what
+    :class:`drafter.workers.Workers` raises."""
     prepared = job.workspace.prepared(job.dataset)
     rewrite.finish(prepared)
     inputs = plan.inputs("generate", job.dataset, job.workspace, job.recipe)
@@ -56,6 +58,8 @@ def generate(job: Job, family: Family) -> None:
     if job.mode == "restart" and archive_previous(prepared, job.run_id):
         _say(job, f"restart, earlier files are in {prepared.archive(job.run_id)}")
     refuse_other_identity(prepared, inputs["identity"])
+    if job.pilot_rows is None:
+        _refuse_unapproved(job, inputs["identity"])
     begun = time.monotonic()
     answers = Counter[Kind]()
     try:
@@ -63,14 +67,23 @@ def generate(job: Job, family: Family) -> None:
             asyncio.run(_answer(job, family, responses, inputs["identity"], answers))
     except Tainted as tainted:
         archive = prepared.archive(job.run_id)
-        drop_sections(prepared.manifest, ("generate", "validate"))
+        drop_sections(prepared.manifest, ("generate", "validate", approval.SECTION))
         moved = archive_tail(prepared.responses, tainted.alarm.offset, archive)
+        if job.recipe.pilot:
+            approval.take_back(prepared, plan.count_lines(prepared.responses))
+        task = "its pilot task" if job.recipe.pilot else "this task"
         raise DataError(
             f"{job.dataset}: {tainted.alarm.reason}; {plan.count_lines(moved)} rows are now in"
-            f" {moved}: read them, mend engine or recipe, then clear this task"
+            f" {moved}: read them, mend engine or recipe, then clear {task}"
         ) from None
     _refuse_to_end_early(job, responses)
     _finish(job, responses, inputs, answers, time.monotonic() - begun)
+
+
+def _refuse_unapproved(job: Job, identity: dict[str, Any]) -> None:
+    pilot = plan.pending_pilot(job.dataset, job.workspace, job.recipe, identity)
+    if pilot:
+        raise DataError(f"{job.dataset}: {pilot.reason}: {approval.REMEDY}")
 
 
 def _adopt(job: Job, family: Family, identity: dict[str, Any]) -> None:
@@ -88,7 +101,7 @@ def _adopt(job: Job, family: Family, identity: dict[str, Any]) -> None:
 
 
 def _refuse_to_end_early(job: Job, responses: Responses) -> None:
-    if not responses.unsettled or responses.budget_met:
+    if not responses.unsettled or responses.budget_met or responses.rows_met:
         return
     kinds = Counter(responses.unsettled.values())
     reasons = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
@@ -101,12 +114,18 @@ def _refuse_to_end_early(job: Job, responses: Responses) -> None:
 
 def open_responses(job: Job, family: Family) -> Responses:
     settings, dataset = job.recipe.generate, job.recipe.dataset(job.dataset)
+    prepared = job.workspace.prepared(job.dataset)
     limit = dataset.token_budget if job.token_budget is None else job.token_budget
+    max_rows = None
+    if job.pilot_rows is not None:
+        first = approval.begins_at(prepared, plan.count_lines(prepared.responses))
+        max_rows = first + job.pilot_rows
     responses = Responses(
-        job.workspace.prepared(job.dataset),
+        prepared,
         Budget(limit, settings.max_new_tokens),
         Canary(family, job.recipe.target.thinking, settings.canary_window, settings.canary_share),
         dataset.max_samples,
+        max_rows,
     )
     if responses.num_torn:
         _say(job, f"{responses.num_torn} torn last lines are now in files named *.torn")
@@ -121,7 +140,7 @@ async def _answer(
     answers: Counter[Kind],
 ) -> None:
     """Send prompts until the budget is met or none is left. No engine is needed for nothing."""
-    if not responses.budget.admits(time.monotonic()) or not responses.has_prompts():
+    if not responses.admits(time.monotonic()) or not responses.has_prompts():
         return
     recipe = job.recipe
     engine, target = recipe.engine, recipe.target.path
@@ -164,23 +183,26 @@ def _finish(
         "completion_tokens": budget.tokens,
         "failed": failed,
     }
+    stop_reason = _stop_reason(job, responses)
     section = {
         "inputs": inputs,
         "identity": inputs["identity"],
         "counts": counts,
-        "stop_reason": _stop_reason(job, responses),
+        "stop_reason": stop_reason,
         "token_budget": budget.budget,
         "files": {path.name: file_record(path) for path in (prepared.responses, prepared.failed)},
     }
-    changed = write_section(prepared.manifest, "generate", section)
+    # Who reads the section takes the dataset for generated.
+    is_pilot = job.pilot_rows is not None
+    changed = not is_pilot and write_section(prepared.manifest, "generate", section)
     last = progress.at_end(responses, seconds)
-    story = f"{last.story()}, stop reason: {section['stop_reason']}"
+    story = f"{last.story()}, stop reason: {stop_reason}"
     line = f"{story}, {sum(failed.values())} failed" if failed else story
     job.report(
         **{**last.numbers(), "eta_s": 0},
         failed=failed,
         answers=dict(answers),
-        stop_reason=section["stop_reason"],
+        stop_reason=stop_reason,
         done=True,
         changed=changed,
         line=line,
@@ -190,6 +212,8 @@ def _finish(
 
 def _stop_reason(job: Job, responses: Responses) -> str:
     max_samples = job.recipe.dataset(job.dataset).max_samples
+    if responses.rows_met:
+        return "pilot"
     if responses.budget_met:
         return "budget"
     # prepare keeps max_samples prompts at most, so fewer means that the source ran out.

@@ -5,10 +5,12 @@
     phase, dataset   what this is; dataset is "all" for jobs over every dataset
     argv             what the supervisor runs, normally [python, -m, drafter, run, <job dir>]
     start_id         one per start; an exit record with another start_id is somebody else's
-    what             sha256 of what is to be done: phase, dataset, recipe section, run id on restart
+    what             sha256 of what is to be done: phase, dataset, recipe section, pilot_rows, run
+                     id on restart
     code             sha256 of the deployed package
     run_id, mode     Airflow run and "resume" | "restart" | "adopt"
     token_budget     overrides the dataset's, or null
+    pilot_rows       of generate: stop at so many stored rows, for a person to look at; or null
     in_flight        this job's share of the engine
     recipe           the resolved recipe
     timeout_s, lease_s, grace_s      timeout_s is null for what ends by its lease alone
@@ -42,6 +44,7 @@ class Job:
     mode: Mode
     token_budget: int | None
     in_flight: int
+    pilot_rows: int | None = None
 
     @property
     def workspace(self) -> Workspace:
@@ -67,4 +70,5 @@ def load_job(directory: Path) -> Job:
         mode=spec["mode"],
         token_budget=spec["token_budget"],
         in_flight=spec["in_flight"],
+        pilot_rows=spec.get("pilot_rows"),
     )

@@ -14,11 +14,13 @@
         sessions.jsonl             one line per job start, then (offset, time) marks
         rejected.jsonl             sample_id, reason: rows that validate did not accept
         tokenized_data.jsonl       sample_id, input_ids (prompt then output), prompt_tokens
-        manifest.json              sections prepare, generate, validate
+        manifest.json              sections prepare, pilot (see drafter.approval), generate,
+                                   validate
         *.torn                     last lines that a kill tore, set aside before the next append
         *.damaged                  lines that `drafter repair` set aside
         .rewrite/                  whole new files about to take their places: see drafter.rewrite
         archive/<run id>/          what restart and the canary (canary-N.jsonl) moved away;
+                                   rejected-<run id>: a pilot that a person rejected;
                                    discard-<time> and restart-<time> by hand;
                                    <name>.partial while it is being filled
       hidden_states/<dataset>/     shard-00000.safetensors ...  manifest.json (section extract)

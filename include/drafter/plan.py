@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from drafter import approval, source_files
 from drafter.errors import DataError, RecipeError
 from drafter.identity import generation_identity, target_identity
 from drafter.layout import ALL, Prepared, Workspace, digest, file_record, read_json, read_section
@@ -26,7 +27,10 @@ Mode = Literal["resume", "restart", "adopt"]
 older run without a manifest."""
 
 MODES: tuple[str, ...] = get_args(Mode)
-Action = Literal["done", "start", "resume", "restart", "wait", "adopt", "refuse"]
+Action = Literal[
+    "done", "start", "resume", "restart", "wait", "adopt", "refuse", "pilot", "approve"
+]
+"""``pilot``: rows of one are missing; ``approve``: they wait for a person's approval."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +68,25 @@ def decide(
     archived = bool(run_id) and prepared.archive(run_id).exists()
     if phase == "generate" and mode == "restart" and is_begun(prepared) and not archived:
         stored = count_lines(prepared.responses)
-        return plan("restart", f"{stored} responses move to archive/ and all is generated anew")
+        anew = "all is generated anew" + (", a pilot first" if recipe.pilot else "")
+        return plan("restart", f"{stored} responses move to archive/ and {anew}")
     try:
         wanted = inputs(phase, dataset, workspace, recipe)
     except DataError as error:
         return plan("wait", str(error))
     if phase == "generate":
         stored = count_lines(prepared.responses)
+        shortfall = None
         if section and section["inputs"] == wanted:
             limits = recipe.dataset(dataset)
             budget = limits.token_budget if token_budget is None else token_budget
             shortfall = _shortfall(section, budget, limits.max_samples, prepared)
             if shortfall is None:
                 return plan("done", f"stop reason: {section['stop_reason']}")
+        pilot = pending_pilot(dataset, workspace, recipe, wanted["identity"])
+        if pilot:
+            return plan("approve" if pilot.is_complete else "pilot", pilot.reason)
+        if shortfall:
             return plan("resume", f"{stored} responses stored; {shortfall}")
         if stored:
             return plan("resume", f"{stored} responses stored")
@@ -107,7 +117,8 @@ def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> di
                     "format": source.format,
                     "revision": source.revision,
                     "max_samples": source.max_samples,
-                    "sha256": _source_record(source.path, source.name)["sha256"],
+                    "max_prompt_tokens": source.max_prompt_tokens,
+                    **source_files.identity(source),
                 }
                 for source in recipe.datasets
             },
@@ -180,6 +191,25 @@ def read_phase(
         path = run.evaluation(dataset)
         return read_json(path) if path.exists() else None
     return read_section(run.manifest, phase)
+
+
+def pending_pilot(
+    dataset: str, workspace: Workspace, recipe: Recipe, identity: dict[str, Any]
+) -> approval.Pending | None:
+    """The pilot that a person has to approve before the rest is generated; None when the recipe
+    asks for none, or it is approved for ``identity``."""
+    if recipe.pilot is None:
+        return None
+    prepared = workspace.prepared(dataset)
+    num_prompts = count_lines(prepared.prompt_ids)
+    max_samples = recipe.dataset(dataset).max_samples
+    return approval.pending(
+        prepared,
+        identity,
+        recipe.pilot.rows,
+        num_stored=count_lines(prepared.responses),
+        num_prompts=num_prompts if max_samples is None else min(num_prompts, max_samples),
+    )
 
 
 def joined(phase: str, workspace: Workspace, recipe: Recipe) -> dict[str, Any]:
@@ -298,16 +328,6 @@ def _evaluation(path: Path) -> Any:
     if not path.exists():
         raise DataError(f"{path.stem} is not evaluated yet: run evaluate first")
     return read_json(path)
-
-
-def _source_record(path: str, dataset: str) -> dict[str, Any]:
-    try:
-        return file_record(Path(path))
-    except OSError as error:
-        raise RecipeError(
-            f"{dataset}: source {path} cannot be read ({error.strerror}): correct its path in the"
-            " recipe, a path on the GPU host"
-        ) from None
 
 
 def _current_record(path: Path, manifest: Path, section: str) -> dict[str, Any]:

@@ -3,8 +3,11 @@
 One job over all datasets, because no prompt is to be answered twice: of rows with one content the
 first dataset of the recipe keeps one, whatever the order of the rows. Contents that differ in case
 or white space only count as one. What is left is ordered by sha256(seed, sample id), so that a
-shuffled source gives the same prompts; those above ``max_prompt_tokens`` are dropped, then
-``max_samples`` are taken. Every row is accounted for: source_rows = prompts + sum(dropped).
+shuffled source gives the same prompts; those above the cap of prompt tokens are shortened where the
+format allows it and else dropped, then ``max_samples`` are taken. Every row is accounted for:
+source_rows = prompts + sum(dropped).
+
+Memory holds 40 bytes per row; prompts wait in their source or in temporary files.
 
 Prompts that are there already, without a manifest, are somebody else's. Mode "adopt" keeps them
 when they and their responses pass drafter.adoption; "restart" keeps them too, since the responses
@@ -14,56 +17,25 @@ move away; otherwise a dataset with responses is left alone and prompts without 
 from __future__ import annotations
 
 import functools
-import hashlib
-import itertools
 import shutil
-import struct
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from drafter import adoption, layout, plan, prompts, rewrite, sessions, template
+from drafter import adoption, layout, parallel, plan, prompts, rewrite, sessions, template
+from drafter.candidates import gather
 from drafter.errors import DataError, RecipeError
 from drafter.identity import target_identity
 from drafter.job import Job
 from drafter.layout import ALL, Prepared
-from drafter.sections import Dataset
-from drafter.sources import CONVERT, reading
-from drafter.sources.prompt import Prompt, mapped
+from drafter.selection import select
 from drafter.spool import Spool
+from drafter.tally import Tally
 
-_KEY = struct.Struct(">16sH8sQ")
-"""What memory keeps of a converted row: hash of its content without case and white space, position
-of its dataset in the recipe, hash of its content, offset in the spool. Of equal contents the one
-that sorts first wins."""
-
-Kept = tuple[str, int]
-"""Sample id, offset in the spool."""
-
-
-@dataclass
-class Tally:
-    """Where the rows of one dataset went."""
-
-    source_rows: int = 0
-    prompts: int = 0
-    adopted: int = 0
-    """Prompts that were there already, of an older run."""
-    dropped: Counter[str] = field(default_factory=Counter)
-
-    def story(self) -> str:
-        reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items()))
-        adopted = f", {self.adopted} adopted" if self.adopted else ""
-        return (
-            f"{self.prompts} prompts of {self.source_rows} rows"
-            f" ({reasons or 'none dropped'}){adopted}"
-        )
+_REPORT_S = 1.0
 
 
 def run(job: Job) -> None:
@@ -92,12 +64,12 @@ def run(job: Job) -> None:
     tallies = {name: Tally() for name in recipe.dataset_names}
     pace = _Pace(job)
     changed = False
-    with tempfile.TemporaryFile(dir=job.dir.root) as file:
-        spool = Spool(file)
-        kept = _deduplicated(list(_converted(recipe.datasets, spool, tallies, pace)), tallies)
-        for source in recipe.datasets:
+    with _spool(job) as spool:
+        found = gather(recipe.datasets, recipe.generate.seed, spool, tallies, pace.tick)
+        for source, candidates in zip(recipe.datasets, found, strict=True):
             tally, prepared = tallies[source.name], workspace.prepared(source.name)
-            selected = _selected(job, source, kept.pop(source.name), spool, render, tally, pace)
+            max_tokens = source.max_prompt_tokens or recipe.generate.max_prompt_tokens
+            selected = select(source, candidates, max_tokens, spool, render, tally, pace.tick)
             unknown = adoption.has_unknown_prompts(prepared)
             if not (selected or unknown or prompts.has_adopted(prepared)):
                 continue
@@ -124,6 +96,7 @@ def run(job: Job) -> None:
                     "counts": {
                         "source_rows": tally.source_rows,
                         "prompts": tally.prompts,
+                        "shortened": tally.shortened,
                         "retired": written.retired,
                         "adopted": written.adopted,
                         "dropped": dict(tally.dropped),
@@ -185,80 +158,15 @@ def _refuse_another_identity(name: str, prepared: Prepared, identity: dict[str, 
                 )
 
 
-def _converted(
-    sources: tuple[Dataset, ...], spool: Spool, tallies: dict[str, Tally], pace: _Pace
-) -> Iterator[bytes]:
-    """Write the prompt of every row to the spool; a key for each."""
-    for rank, source in enumerate(sources):
-        convert, tally = CONVERT[source.format], tallies[source.name]
-        for number, row in enumerate(reading.rows(Path(source.path))):
-            pace.tick(dataset=source.name, source_rows=number)
-            tally.source_rows += 1
-            prompt = convert(row) if isinstance(row, dict) else row
-            if isinstance(prompt, str):
-                tally.dropped[prompt] += 1
-                continue
-            content = prompt.content
-            whole = layout.digest(content)
-            folded = layout.digest(mapped(content, _fold))
-            origin = {"id": prompt.source_id, "row": number, "revision": source.revision}
-            offset = spool.append({**content, "source": origin})
-            yield _KEY.pack(bytes.fromhex(folded)[:16], rank, bytes.fromhex(whole)[:8], offset)
-
-
-def _fold(text: str) -> str:
-    return " ".join(text.casefold().split())
-
-
-def _deduplicated(keys: list[bytes], tallies: dict[str, Tally]) -> dict[str, list[Kept]]:
-    """What each dataset keeps; the rest is counted as dropped."""
-    names = list(tallies)
-    kept: dict[str, list[Kept]] = {name: [] for name in names}
-    keys.sort()
-    for _, alike in itertools.groupby(keys, key=lambda key: key[:16]):
-        best, *others = alike
-        _, first, winner, offset = _KEY.unpack(best)
-        kept[names[first]].append((prompts.sample_id(names[first], winner.hex()), offset))
-        for key in others:
-            _, rank, whole, _ = _KEY.unpack(key)
-            reason = "duplicate" if whole == winner else "near duplicate"
-            place = "" if rank == first else f" of {names[first]}"
-            tallies[names[rank]].dropped[reason + place] += 1
-    return kept
-
-
-def _selected(
-    job: Job,
-    source: Dataset,
-    kept: list[Kept],
-    spool: Spool,
-    render: prompts.Render,
-    tally: Tally,
-    pace: _Pace,
-) -> dict[str, int]:
-    """Sample id -> offset of its lines for the two files, in the order of answering."""
-    rules = job.recipe.generate
-    kept.sort(key=lambda prompt: hashlib.sha256(f"{rules.seed} {prompt[0]}".encode()).digest())
-    selected: dict[str, int] = {}
-    for number, (identity, offset) in enumerate(kept):
-        if len(selected) == source.max_samples:
-            tally.dropped["beyond max_samples"] += len(kept) - number
-            break
-        pace.tick(dataset=source.name, rendered=number, prompts=len(selected))
-        row = orjson.loads(spool.lines(offset)[0])
-        try:
-            input_ids = render(Prompt(row["messages"], row["tools"]))
-        except DataError:
-            tally.dropped["refused by the template"] += 1
-            continue
-        if len(input_ids) > rules.max_prompt_tokens:
-            tally.dropped["longer than max_prompt_tokens"] += 1
-            continue
-        selected[identity] = spool.append(
-            {"sample_id": identity, **row}, {"sample_id": identity, "input_ids": input_ids}
+@contextmanager
+def _spool(job: Job) -> Iterator[Spool]:
+    with ExitStack() as files:
+        yield Spool(
+            [
+                files.enter_context(tempfile.TemporaryFile(dir=job.dir.root))
+                for _ in range(parallel.MAX_PROCESSES)
+            ]
         )
-    tally.prompts = len(selected)
-    return selected
 
 
 def _finish(job: Job, tallies: dict[str, Tally], changed: bool) -> None:
@@ -270,7 +178,7 @@ def _finish(job: Job, tallies: dict[str, Tally], changed: bool) -> None:
     if empty:
         raise DataError(
             f"no prompt is left in {'; '.join(empty)}: correct its path, its format or"
-            " generate.max_prompt_tokens in the recipe"
+            " max_prompt_tokens in the recipe"
         )
     source_rows = sum(tally.source_rows for tally in tallies.values())
     num_prompts = sum(tally.prompts for tally in tallies.values())
@@ -280,7 +188,7 @@ def _finish(job: Job, tallies: dict[str, Tally], changed: bool) -> None:
 
 
 class _Pace:
-    """Reports once a second, however often it is asked."""
+    """Reports every ``_REPORT_S``, however often it is asked."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -289,4 +197,4 @@ class _Pace:
     def tick(self, **numbers: Any) -> None:
         if time.monotonic() >= self._next:
             self._job.report(**numbers)
-            self._next = time.monotonic() + 1
+            self._next = time.monotonic() + _REPORT_S

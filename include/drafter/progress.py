@@ -89,7 +89,7 @@ class Meter:
         self._recent.append(self._counts(now))
         seconds = max(now - then, 1e-9)
         return Progress(
-            prompts=responses.num_prompts,
+            prompts=responses.num_wanted,
             responses=responses.num_stored,
             tokens=responses.budget.tokens,
             token_budget=responses.budget.budget,
@@ -105,7 +105,7 @@ class Meter:
 def at_end(responses: Responses, seconds: float) -> Progress:
     """Once nothing is in flight any more; rates are those of this run's own rows."""
     return Progress(
-        prompts=responses.num_prompts,
+        prompts=responses.num_wanted,
         responses=responses.num_stored,
         tokens=responses.budget.tokens,
         token_budget=responses.budget.budget,

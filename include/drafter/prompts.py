@@ -8,17 +8,24 @@ if that row goes; it leaves it if it has none.
 Prompts of an adopted workspace (``adopted: true``, see drafter.adoption) are never retired: they
 stay as they are, under the ids they have, and a prompt of the recipe with the same content is taken
 to be the same prompt.
+
+A sample id is by the content that the target is asked, so one that prepare shortens has that of the
+shorter content: under another cap it is another prompt, and what is paid for stays beside its own.
 """
 
 from __future__ import annotations
 
 import filecmp
+import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy
 
 from drafter import jsonl, layout
 from drafter.layout import Prepared, digest
@@ -35,6 +42,64 @@ class Written(NamedTuple):
     """Of ``selected``, left out because adopted prompts fill ``max_samples``."""
 
 
+class Selected:
+    """The prompts of a dataset in their order, 16 bytes each: millions fit into memory."""
+
+    def __init__(self, dataset: str) -> None:
+        self._pattern = re.compile(re.escape(dataset) + r"-([0-9a-f]{16})")
+        self._contents = array("Q")
+        self._addresses = array("Q")
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    def add(self, content: int, address: int) -> None:
+        """``content``: the first 8 bytes of its hash, as in the sample id; ``address`` in a spool:
+        of its line for prompts.jsonl, and behind it that for prompt_ids.jsonl."""
+        self._contents.append(content)
+        self._addresses.append(address)
+
+    def left(self) -> Left:
+        return Left(self._pattern, self._contents, self._addresses)
+
+
+class Left:
+    """Those of :class:`Selected` that are not taken yet."""
+
+    def __init__(
+        self, pattern: re.Pattern[str], contents: array[int], addresses: array[int]
+    ) -> None:
+        self._pattern = pattern
+        self._addresses = addresses
+        self._is_taken = bytearray(len(contents))
+        by_number = numpy.frombuffer(contents, numpy.uint64)
+        self._order = numpy.argsort(by_number)
+        self._ascending = by_number[self._order]
+
+    def __len__(self) -> int:
+        return self._is_taken.count(0)
+
+    def __iter__(self) -> Iterator[int]:
+        """Their addresses, in order."""
+        taken = zip(self._addresses, self._is_taken, strict=True)
+        return (address for address, is_taken in taken if not is_taken)
+
+    def take(self, sample_id: str) -> int | None:
+        """The address of ``sample_id``; None when it was not selected, or is taken."""
+        match = self._pattern.fullmatch(sample_id)
+        if match is None:
+            return None
+        content = numpy.uint64(int(match[1], 16))
+        place = numpy.searchsorted(self._ascending, content)
+        if place == len(self._ascending) or self._ascending[place] != content:
+            return None
+        index = int(self._order[place])
+        if self._is_taken[index]:
+            return None
+        self._is_taken[index] = 1
+        return self._addresses[index]
+
+
 def sample_id(dataset: str, content_sha256: str) -> str:
     """By the content {messages, tools} as canonical JSON, so that no shuffle or limit moves it."""
     return f"{dataset}-{content_sha256[:16]}"
@@ -42,7 +107,7 @@ def sample_id(dataset: str, content_sha256: str) -> str:
 
 def write(
     prepared: Prepared,
-    selected: dict[str, int],
+    selected: Selected,
     spool: Spool,
     render: Render,
     *,
@@ -51,19 +116,18 @@ def write(
 ) -> Written:
     """Bring both files up to date, touching neither when its bytes stay.
 
-    ``selected`` maps sample ids, in their order, to the offset of their two lines in ``spool``.
     With ``adopt`` every prompt that is there is marked as adopted. The caller holds the dataset's
     lock. Raises DataError naming file and line for a damaged prompts.jsonl.
     """
-    left = dict(selected)
+    left = selected.left()
     num_retired = num_adopted = 0
     with (
         _partial(prepared.prompts) as prompts,
         _partial(prepared.prompt_ids) as prompt_ids,
     ):
 
-        def put(offset: int) -> None:
-            prompt, ids = spool.lines(offset, 2)
+        def put(address: int) -> None:
+            prompt, ids = spool.lines(address, 2)
             prompts.write(prompt)
             prompt_ids.write(ids)
 
@@ -77,14 +141,14 @@ def write(
                 if adopt or row.get("adopted"):
                     num_adopted += 1
                     prompt = Prompt(row["messages"], row.get("tools"))
-                    left.pop(sample_id(prepared.root.name, digest(prompt.content)), None)
+                    left.take(sample_id(prepared.root.name, digest(prompt.content)))
                     prompts.write(json_line({**row, "adopted": True}))
                     prompt_ids.write(
                         json_line({"sample_id": identity, "input_ids": render(prompt)})
                     )
                     continue
-                if identity in left:
-                    put(left.pop(identity))
+                if (address := left.take(identity)) is not None:
+                    put(address)
                     continue
                 num_retired += 1
                 prompts.write(json_line({**row, "retired": True}))
@@ -92,14 +156,14 @@ def write(
                     ids = render(Prompt(row["messages"], row.get("tools")))
                     kept = {"sample_id": identity, "input_ids": ids, "retired": True}
                     prompt_ids.write(json_line(kept))
-        room = len(left)
+        num_left = room = len(left)
         if num_adopted and max_samples is not None:
             room = max(max_samples - num_adopted, 0)
-        for offset in islice(left.values(), room):
-            put(offset)
+        for address in islice(left, room):
+            put(address)
         _replace(prepared.prompts, prompts)
         _replace(prepared.prompt_ids, prompt_ids)
-    return Written(num_retired, num_adopted, max(len(left) - room, 0))
+    return Written(num_retired, num_adopted, max(num_left - room, 0))
 
 
 def has_responses(prepared: Prepared) -> bool:

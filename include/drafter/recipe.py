@@ -27,6 +27,7 @@ from drafter.sections import (
     Generate,
     Host,
     Name,
+    Pilot,
     Schedule,
     Section,
     Target,
@@ -45,6 +46,9 @@ class Recipe(Section):
     engine: Engine
     datasets: tuple[Dataset, ...] = Field(min_length=1)
     generate: Generate = Generate()
+    pilot: Pilot | None = None
+    """No pilot without it."""
+
     validate_: Validate = Field(default=Validate(), alias="validate")
     extract: Extract = Extract()
     train: Train = Train()

@@ -45,9 +45,16 @@ class Responses:
     """
 
     def __init__(
-        self, prepared: Prepared, budget: Budget, canary: Canary, max_samples: int | None
+        self,
+        prepared: Prepared,
+        budget: Budget,
+        canary: Canary,
+        max_samples: int | None,
+        max_rows: int | None = None,
     ) -> None:
+        """``max_rows``: of a pilot, which stores no more rows than these, earlier ones included."""
         self.budget = budget
+        self.max_rows = max_rows
         self.num_stored = 0
         self.num_new = self.num_new_tokens = 0
         self.streak = 0
@@ -90,6 +97,20 @@ class Responses:
     def budget_met(self) -> bool:
         budget = self.budget
         return budget.budget is not None and budget.tokens >= budget.budget
+
+    @property
+    def rows_met(self) -> bool:
+        return self.max_rows is not None and self.num_stored >= self.max_rows
+
+    @property
+    def num_wanted(self) -> int:
+        """Rows that all prompts together would give, as far as this run goes."""
+        return self.num_prompts if self.max_rows is None else min(self.num_prompts, self.max_rows)
+
+    def admits(self, now: float) -> bool:
+        """May another prompt be sent?"""
+        coming = self.num_stored + self.budget.in_flight
+        return (self.max_rows is None or coming < self.max_rows) and self.budget.admits(now)
 
     @property
     def num_doubtful(self) -> int:

@@ -5,6 +5,7 @@ Each class is a table of ``include/recipes/<name>.toml``; drafter.recipe puts th
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -92,11 +93,25 @@ class Dataset(Section):
     format: SourceFormat
     """Which converter reads its rows."""
 
-    path: str = Field(min_length=1)
-    """JSONL file or JSON array of source rows on the GPU host."""
+    path: str | None = Field(default=None, min_length=1)
+    """Source rows on the GPU host: a file, a directory of files, or a glob (``**`` goes into
+    directories). JSON lines, one JSON array or Parquet, plain or compressed: bytes tell, not names.
+    """
+
+    hub: str | None = Field(default=None, pattern=r"^[\w.-]+/[\w.-]+$")
+    """Instead of ``path``: ``owner/name`` of a dataset on the Hugging Face hub, streamed from there
+    by the GPU host (its HF_ENDPOINT and HF_TOKEN count) and never kept."""
+
+    files: str | None = Field(default=None, min_length=1)
+    """Which files of ``hub``, as a glob in which ``*`` matches ``/`` too, for example
+    ``data/train_sft-*.parquet``. Every row of them is read, so fewer files are the way to fewer
+    rows. Needed when the hub has more than one split or form of the data."""
 
     revision: str = Field(default="local", min_length=1)
-    """Pinned revision of the source, recorded beside every prompt."""
+    """Pinned revision of the source, recorded beside every prompt; for ``hub`` a whole commit."""
+
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Overrides ``generate.max_prompt_tokens``."""
 
     token_budget: int | None = Field(default=None, ge=1)
     """Completion tokens after which no new prompt is sent."""
@@ -114,6 +129,20 @@ class Dataset(Section):
     def _bounded(self) -> Self:
         if self.unbounded == (self.token_budget is not None or self.max_samples is not None):
             raise ValueError("set token_budget, max_samples or both, or unbounded = true")
+        return self
+
+    @model_validator(mode="after")
+    def _located(self) -> Self:
+        if (self.path is None) == (self.hub is None):
+            raise ValueError("set path (on the GPU host) or hub (owner/name), one of the two")
+        if self.files is not None and self.hub is None:
+            raise ValueError("files chooses among those of a hub: for path write the glob there")
+        if self.hub is not None and not re.fullmatch("[0-9a-f]{40}", self.revision):
+            raise ValueError(
+                f"revision {self.revision!r} is no commit, and what a branch means changes: take"
+                " the 40 digits that `git ls-remote https://huggingface.co/datasets/"
+                f"{self.hub} main` prints"
+            )
         return self
 
 
@@ -140,6 +169,23 @@ class Generate(Section):
     canary_share: float = Field(default=0.5, gt=0, le=1)
     """Share of rows without sound reasoning and answer in a window at which the dataset stops
     itself; in the last sixteen windows a fifth of it is enough."""
+
+
+class Pilot(Section):
+    """A person's look before the GPU hours are spent: with this section each dataset first answers
+    a few prompts, and goes on only once somebody has approved the answers. The notifier of [alerts]
+    hears of every question."""
+
+    rows: int = Field(default=32, ge=8)
+    """Stored answers of a pilot; they count. Of 32 sound ones 3 % would come from a target that
+    spoils one in ten, and 32 are a window of the canary."""
+
+    response_timeout_s: float = Field(default=3 * 86_400, gt=0)
+    """How long a question stands: over a weekend, for no other run of the DAG begins meanwhile.
+    Then its task fails; the rows stay, and who clears it is asked again."""
+
+    samples: int = Field(default=3, ge=1, le=20)
+    """Decoded answers that the question shows."""
 
 
 class Validate(Section):

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drafter import plan, rewrite
+from drafter import approval, plan, rewrite
 from drafter.errors import DataError, RecipeError
 from drafter.job import Job
 from drafter.jsonl import Appender
@@ -133,7 +133,7 @@ def archive_previous(prepared: Prepared, run_id: str) -> bool:
     # First the manifest, so that no section ever describes files that have left.
     if prepared.manifest.exists() and not (partial / prepared.manifest.name).exists():
         write_json(partial / prepared.manifest.name, read_json(prepared.manifest))
-    drop_sections(prepared.manifest, ("generate", "validate"))
+    drop_sections(prepared.manifest, ("generate", "validate", approval.SECTION))
     for path in (
         prepared.responses,
         prepared.failed,

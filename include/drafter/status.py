@@ -22,6 +22,9 @@ VERIFIED = ("generate", "validate")
 SECTIONS = ("prepare", "generate", "validate", "extract")
 """Of a dataset's manifests, in the order in which they come to be."""
 
+TOLD = ("what", "start_id", "run_id", "pilot_rows")
+"""Keys of job.json that travel."""
+
 COLUMNS = (
     "dataset", "state", "prompts", "responses", "tokens", "tokens/s", "in flight", "ETA", "failed",
     "stop reason",
@@ -33,13 +36,13 @@ def read_status(
 ) -> dict[str, Any]:
     """{jobs: {phase: {dataset: ...}}, datasets: {name: {section: ...}}}.
 
-    A job is {alive, state, exit, progress, job: {what, start_id, run_id}}, null where there is
-    none; a dataset holds the SHOWN part of its sections generate, validate, extract, ..., and
-    ``sizes``: {file: bytes now} of what generate and validate left. Without a section generate it
-    has ``stored``: {responses: lines now}, unless the job is alive. With ``verify`` it also holds
-    ``verified``: {file: "ok" | "missing" | "changed: ..."}, each file that generate and validate
-    left and that validate read, compared with the file as it is now by size and then by hash; dates
-    count for nothing. A changed one says which phase saw what, and what is there now.
+    A job is {alive, state, exit, progress, job: {what, start_id, run_id, pilot_rows}}, null where
+    there is none; a dataset holds the SHOWN part of its sections generate, validate, extract, ...,
+    and ``sizes``: {file: bytes now} of what generate and validate left. Without a section generate
+    it has ``stored``: {responses: lines now}, unless the job is alive. With ``verify`` it also
+    holds ``verified``: {file: "ok" | "missing" | "changed: ..."}, each file that generate and
+    validate left and that validate read, compared with the file as it is now by size and then by
+    hash; dates count for nothing. A changed one says which phase saw what, and what is there now.
     ``dataset`` asks about one only.
     """
     workspace = Workspace(Path(workspace_root))
@@ -114,25 +117,37 @@ def _state(jobs: dict[str, Any], sections: dict[str, Any]) -> str:
     """The job that runs, else the last one if it failed, else the last phase that is done."""
     for phase, job in jobs.items():
         if job["alive"]:
-            return f"{phase} {(job['state'] or {}).get('state', 'starting')}"
+            return f"{_name(phase, job)} {(job['state'] or {}).get('state', 'starting')}"
     ended = {
         phase: job["exit"]
         for phase, job in jobs.items()
-        if job["exit"] and not _undone(phase, job["exit"], sections)
+        if job["exit"] and not _undone(phase, job, sections)
     }
     if ended:
         phase = max(ended, key=lambda phase: ended[phase].get("ended", 0))
         code = ended[phase].get("code")
         said = MEANING.get(code, "failed unexpectedly")
-        return f"{phase} {said}" + (f" ({code})" if code else "")
+        return f"{_name(phase, jobs[phase])} {said}" + (f" ({code})" if code else "")
     done = [section for section in SECTIONS if section in sections]
     return f"{done[-1]} done" if done else ""
 
 
-def _undone(phase: str, end: dict[str, Any], sections: dict[str, Any]) -> bool:
+def _undone(phase: str, job: dict[str, Any], sections: dict[str, Any]) -> bool:
     """Did the job succeed, and what it made was moved away since?"""
-    left_section = bool(sections) and phase in SECTIONS
-    return left_section and end.get("code") == 0 and phase not in sections
+    if job["exit"].get("code") != 0 or not sections:
+        return False
+    if is_pilot(job):
+        return not sections.get("stored", {}).get("responses")
+    return phase in SECTIONS and phase not in sections
+
+
+def is_pilot(job: dict[str, Any]) -> bool:
+    """Of generate: was it to stop at a few rows?"""
+    return bool((job["job"] or {}).get("pilot_rows"))
+
+
+def _name(phase: str, job: dict[str, Any]) -> str:
+    return "pilot" if is_pilot(job) else phase
 
 
 def _number(value: float | None) -> str:
@@ -156,7 +171,7 @@ def _job(job: JobDir) -> dict[str, Any]:
         "state": own(state),
         "exit": own(end),
         "progress": own(progress),
-        "job": spec and {key: spec.get(key) for key in ("what", "start_id", "run_id")},
+        "job": spec and {key: spec.get(key) for key in TOLD},
     }
 
 

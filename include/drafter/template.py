@@ -6,7 +6,8 @@ control ids. Tokenizers cannot be asked for that alone (``split_special_tokens``
 as Kimi's tool markers alone, whose ``special`` flag is false). So a private-use character is set
 inside every such string before rendering, and the rendered text is cut at those characters and
 encoded piece by piece: no piece holds a whole one. Prompts without such strings go through the
-tokenizer in one piece.
+tokenizer in one piece. The thinking that an earlier answer begins with is no text where the
+template itself looks for it (Qwen's and DeepSeek's take it out of history).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 """As Kimi, Qwen and DeepSeek spell them; their ids are the tokenizer's."""
 
 _PROBE, _ARGUMENT = "probe", "value"
+_THOUGHT = re.compile(rf"(\s*{THINK_OPEN})(.*?)({THINK_CLOSE})(.*)", re.DOTALL)
 
 
 def load_tokenizer(target: Path) -> Any:
@@ -60,7 +62,8 @@ def render(tokenizer: Any, prompt: Prompt, thinking: bool) -> list[int]:
         return ids
     cut = _unused_character(text)
     marked = Prompt(
-        _cut_open(tokenizer, prompt.messages, cut), _cut_open(tokenizer, prompt.tools, cut)
+        [_marked(tokenizer, message, cut) for message in prompt.messages],
+        _cut_open(tokenizer, prompt.tools, cut),
     )
     rendered = _apply(tokenizer, marked, thinking, tokenize=False)
     # A template that writes tools as JSON may have escaped it.
@@ -151,10 +154,34 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
+def _marked(tokenizer: Any, message: Message, cut: str) -> Message:
+    """``message`` cut open, but for markup of thinking that the template reads itself."""
+    marked: Message = _cut_open(tokenizer, message, cut)
+    content = message.get("content")
+    if message["role"] != "assistant" or not isinstance(content, str):
+        return marked
+    thought = _THOUGHT.fullmatch(content)
+    if thought and _reads_thinking(tokenizer):
+        opened, inside, closed, answer = thought.groups()
+        inside, answer = _cut_open(tokenizer, [inside, answer], cut)
+        marked["content"] = opened + inside + closed + answer
+    return marked
+
+
 def _cut_open(tokenizer: Any, value: Any, cut: str) -> Any:
     """``value`` with ``cut`` behind the first character of every control string in it."""
-    pattern = re.compile(f"(?={_control_pattern(tokenizer).pattern})(.)", re.DOTALL)
-    return mapped(value, lambda text: pattern.sub(rf"\1{cut}", text))
+    pattern = _control_pattern(tokenizer)
+
+    def opened(text: str) -> str:
+        pieces, begin = [], 0
+        # One may begin inside another.
+        while found := pattern.search(text, begin):
+            end = found.start() + 1
+            pieces += [text[begin:end], cut]
+            begin = end
+        return "".join([*pieces, text[begin:]])
+
+    return mapped(value, opened)
 
 
 def _unused_character(text: str) -> str:
@@ -216,6 +243,19 @@ def _called(tokenizer: Any, user: Message) -> str:
             continue
         return text if _PROBE in text else ""
     return ""
+
+
+@functools.lru_cache(maxsize=4)
+def _reads_thinking(tokenizer: Any) -> bool:
+    """Does the template look for thinking at the head of an earlier answer?"""
+    from jinja2 import TemplateError
+
+    user, answer = {"role": "user", "content": "?"}, f"{THINK_OPEN}{_PROBE}{THINK_CLOSE}{_ARGUMENT}"
+    try:
+        said = _history(tokenizer, [user, {"role": "assistant", "content": answer}, user])
+    except TemplateError:
+        return False
+    return answer not in said
 
 
 def _ends_in_thinking(tokenizer: Any, user: Message) -> bool:

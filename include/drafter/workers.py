@@ -38,7 +38,7 @@ class Workers:
         can be stored, RecipeError when it refuses us, Tainted when the canary alarms."""
         responses = self._responses
         await self._send_all()
-        if responses.budget.admits(time.monotonic()) and responses.ask_again():
+        if responses.admits(time.monotonic()) and responses.ask_again():
             await asyncio.sleep(PAUSE_S)
             await self._send_all()
         if self._last_failure and responses.num_doubtful >= MIN_STREAK:
@@ -87,7 +87,7 @@ class Workers:
         """The next prompt to send, once the budget allows it; None when there is none."""
         budget = self._responses.budget
         async with self._changed:
-            while not self._error and not budget.admits(time.monotonic()):
+            while not self._error and not self._responses.admits(time.monotonic()):
                 if not budget.in_flight:
                     return None
                 await self._changed.wait()

@@ -54,8 +54,9 @@ class EngineTrigger(JobTrigger):
 class StartEngineOperator(BaseOperator):
     """Start the recipe's engine, or follow the live one, and wait until it serves the model.
 
-    ``plan`` is what the phase that uses it is going to do: when that is nothing, no engine is
-    needed and the host is not even asked. Returns {outcome "not needed" | "serving" | "ready"}.
+    ``plan`` is what the phase that uses it is going to do: when that is nothing, or nothing before
+    a person approves a pilot, no engine is needed and the host is not even asked. Returns {outcome
+    "not needed" | "serving" | "ready"}.
     """
 
     template_fields = ("code", "plan")
@@ -71,7 +72,7 @@ class StartEngineOperator(BaseOperator):
         self._request: str | None = None
 
     def execute(self, context: Any) -> dict[str, Any]:
-        if all(line["action"] in ("done", "refuse") for line in self.plan):
+        if all(line["action"] in ("done", "refuse", "approve") for line in self.plan):
             self.log.info("Nothing will be asked: no engine is needed")
             return {"outcome": "not needed"}
         return self._begin(context)

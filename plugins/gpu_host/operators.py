@@ -48,8 +48,9 @@ class PhaseOperator(BaseOperator):
     datasets) gets one event per content: whichever try finds the phase done announces it, unless
     the asset's last event has the same digest. ``mode``, ``token_budget`` and ``code`` are
     templates; an empty budget or "None" means the recipe's, an empty code the package as it is
-    here. The log of a task that succeeds ends with one line of numbers. What generate stored last
-    is the XCom ``samples``, to which the task's link leads.
+    here. With ``pilot_rows`` generate stops at so many rows, where a person has to approve them
+    before the rest. The log of a task that succeeds ends with one line of numbers. What generate
+    stored last is the XCom ``samples``, to which the task's link leads.
     """
 
     operator_extra_links = (ReportLink(),)
@@ -65,6 +66,7 @@ class PhaseOperator(BaseOperator):
         code: str | None = None,
         mode: str = "resume",
         token_budget: str | int | None = None,
+        pilot_rows: int | None = None,
         asset: str | Asset | None = None,
         **kwargs: Any,
     ) -> None:
@@ -75,6 +77,7 @@ class PhaseOperator(BaseOperator):
         self.code = code
         self.mode = mode
         self.token_budget = token_budget
+        self.pilot_rows = pilot_rows
         self.asset = asset
         self._request: str | None = None
 
@@ -205,11 +208,12 @@ class PhaseOperator(BaseOperator):
             "phase": self.phase,
             "dataset": self.dataset,
             "argv": [host.python, "-m", "drafter", "run", str(job_dir.root)],
-            "what": what(self.recipe, self.phase, self.dataset, self.mode, run_id),
+            "what": what(self.recipe, self.phase, self.dataset, self.mode, run_id, self.pilot_rows),
             "code": self._code,
             "run_id": run_id,
             "mode": self.mode,
             "token_budget": _budget(self.token_budget),
+            "pilot_rows": self.pilot_rows,
             "in_flight": max(1, self.recipe.engine.in_flight // host.slots),
             "recipe": self.recipe.as_json(),
             "timeout_s": host.timeout_s,
@@ -257,7 +261,7 @@ class PhaseOperator(BaseOperator):
 
     @property
     def _name(self) -> str:
-        return f"{self.phase} {self.dataset}"
+        return f"{self.phase if self.pilot_rows is None else 'pilot of'} {self.dataset}"
 
     @property
     def _workspace(self) -> Workspace:
@@ -268,11 +272,18 @@ class PhaseOperator(BaseOperator):
         return self._workspace.job(self.phase, self.dataset)
 
 
-def what(recipe: Recipe, phase: str, dataset: str, mode: str, run_id: str) -> str:
+def what(
+    recipe: Recipe,
+    phase: str,
+    dataset: str,
+    mode: str,
+    run_id: str,
+    pilot_rows: int | None = None,
+) -> str:
     """Hash of what is to be done: two starts with the same one mean the same job.
 
-    Phase, dataset, target and the phase's recipe section, and the run when restarting; not code,
-    budgets or concurrency.
+    Phase, dataset, target and the phase's recipe section, the rows of a pilot, and the run when
+    restarting; not code, budgets or concurrency.
     """
     tree = recipe.as_json()
     sections = {"prepare": ("generate",), "export": ("train",)}.get(phase, (phase,))
@@ -286,6 +297,8 @@ def what(recipe: Recipe, phase: str, dataset: str, mode: str, run_id: str) -> st
             {key: item for key, item in source.items() if key not in limits}
             for source in tree["datasets"]
         ]
+    if pilot_rows is not None:
+        value["pilot_rows"] = pilot_rows
     if mode == "restart":
         value["run_id"] = run_id
     return digest(value)

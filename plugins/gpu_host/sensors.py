@@ -15,6 +15,7 @@ from airflow.sdk import BaseOperator
 from drafter.errors import DataError
 from drafter.layout import Workspace
 from drafter.recipe import Recipe
+from drafter.status import is_pilot
 from gpu_host import alerts
 from gpu_host.commands import Failed, failure, output_of
 from gpu_host.hooks import GpuHostHook
@@ -114,7 +115,8 @@ class TokenBudgetSensor(_DatasetSensor):
             f" {limits.min_tokens}"
         )
         if not (stop_reason and self._is_as_left(status, section)):
-            raise self.unready(self._fault(status) + f": {numbers}; run the generate DAG again")
+            fault, remedy = self._fault(status)
+            raise self.unready(f"{fault}: {numbers}; {remedy}")
         if tokens < limits.min_tokens:
             raise self.unready(
                 f"generation of {self.dataset} ended ({stop_reason}) too early: {numbers}; lower"
@@ -131,14 +133,20 @@ class TokenBudgetSensor(_DatasetSensor):
         now: int | None = status["datasets"][self.dataset]["sizes"].get(name)
         return now == left
 
-    def _fault(self, status: dict[str, Any]) -> str:
+    def _fault(self, status: dict[str, Any]) -> tuple[str, str]:
+        """(what is wrong, what to do)"""
+        again = "run the generate DAG again"
         job = status["jobs"].get(self.phase, {}).get(self.dataset)
         if job and job["job"] and job["exit"] is None:
-            return f"generation of {self.dataset} left no exit record"
+            return f"generation of {self.dataset} left no exit record", again
         if job and job["job"] and job["exit"]["code"]:
             code, reason = job["exit"]["code"], job["exit"]["reason"]
-            return f"generation of {self.dataset} ended with exit {code} ({reason})"
-        return f"{self.dataset} is not generated and nothing runs"
+            return f"generation of {self.dataset} ended with exit {code} ({reason})", again
+        stored = status["datasets"].get(self.dataset, {}).get("stored", {}).get("responses")
+        if job and is_pilot(job) and stored:
+            found = f"only a pilot of {self.dataset} is generated ({stored:,} rows)"
+            return found, "approve it in the generate DAG, which then goes on"
+        return f"{self.dataset} is not generated and nothing runs", again
 
 
 class SchemaSensor(_DatasetSensor):

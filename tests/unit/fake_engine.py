@@ -250,6 +250,7 @@ class Site:
     rules: dict[str, Any] = field(default_factory=dict)
     thinking: bool = True
     in_flight: int = 8
+    pilot: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         target = self.root / "target"
@@ -276,6 +277,7 @@ class Site:
             "datasets": [{"name": DATASET, "format": "glaive", "path": "/none", **self.dataset}],
             "generate": {"max_new_tokens": 64, **self.settings},
             "validate": self.rules,
+            "pilot": self.pilot,
             "host": {"workspace": str(self.root / "workspace")},
         }
         return parse_recipe(tree, "test")

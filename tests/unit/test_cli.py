@@ -163,6 +163,21 @@ def test_numbers_of_a_job_go_with_what_it_made(
     assert after["tokens"] == after["stop reason"] == after["failed"] == ""
 
 
+def test_a_pilot_is_told_apart_from_what_follows_it(workspace: Workspace) -> None:
+    write_json(workspace.prepared("B1").manifest, {"prepare": {"counts": {"prompts": 4}}})
+    state(workspace, "generate", "B1", exit={"code": 0, "ended": 5}, progress=PROGRESS)
+    write_json(workspace.job("generate", "B1").job, {"start_id": "s", "pilot_rows": 3})
+    assert (cells(workspace, "B1")["state"], cells(workspace, "B1")["responses"]) == (
+        "pilot done",
+        "3",
+    )
+    workspace.prepared("B1").responses.write_bytes(b"")
+    assert cells(workspace, "B1")["state"] == "prepare done"
+    state(workspace, "generate", "B1", exit={"code": 65, "ended": 5})
+    write_json(workspace.job("generate", "B1").job, {"start_id": "s", "pilot_rows": 3})
+    assert cells(workspace, "B1")["state"] == "pilot data wrong (65)"
+
+
 def test_a_job_that_ended_without_a_result_shows_what_is_stored(workspace: Workspace) -> None:
     write_json(workspace.prepared("B1").manifest, {"prepare": {"counts": {"prompts": 4}}})
     state(workspace, "generate", "B1", exit={"code": 65, "ended": 5}, progress=PROGRESS)

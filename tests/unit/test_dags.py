@@ -51,6 +51,8 @@ dags = {
         "params": {name: param.schema for name, param in dag.params.items()},
         "described": {name: bool(param.description) for name, param in dag.params.items()},
         "pools": {t.task_id: t.pool for t in dag.tasks},
+        "after": {t.task_id: sorted(t.downstream_task_ids) for t in dag.tasks},
+        "named": sorted(t.task_id for t in dag.tasks if getattr(t, "map_index_template", None)),
         "alerted": sorted(t.task_id for t in dag.tasks if t.has_on_failure_callback),
         "schedule": DagSerialization.to_dict(dag)["dag"]["timetable"],
     }
@@ -129,6 +131,27 @@ def test_gpu_jobs_take_a_slot_of_the_pool_and_nothing_else_does(parsed: Any) -> 
     assert in_pool == {"generate", "dataset.extract", "train", "evaluate"}
 
 
+def test_a_pilot_and_its_approval_stand_before_each_dataset(scheduled: Any) -> None:
+    text = KIMI.read_text().replace("[engine]\n", '[engine]\nstart = "serve"\n')
+    plain, piloted = scheduled("", text), scheduled("[pilot]\nrows = 16\n", text)
+    assert plain["errors"] == piloted["errors"] == []
+    tasks = [set(report["dags"]["generate"]["tasks"]) for report in (plain, piloted)]
+    group = {"dataset.pilot", "dataset.approve", "dataset.generate"}
+    assert tasks[1] == tasks[0] - {"generate"} | group
+    dag = piloted["dags"]["generate"]
+    assert group <= set(dag["named"])
+    assert {name for name, pool in dag["pools"].items() if pool == "gpu"} == group - {
+        "dataset.approve"
+    }
+    after = dag["after"]
+    assert {"dataset.pilot"} <= set(after["start_engine"])
+    assert after["dataset.pilot"] == ["dataset.approve"]
+    assert after["dataset.approve"] == ["dataset.generate"]
+    assert after["dataset.generate"] == ["stop_engine"]
+    for name in ("validate", "extract", "train"):
+        assert piloted["dags"][name] == plain["dags"][name]
+
+
 def test_training_is_over_all_datasets_and_offers_no_choice(parsed: Any) -> None:
     assert set(parsed["dags"]["train"]["params"]) == {"plan_only"}
 
@@ -145,9 +168,9 @@ def test_the_form_is_a_schema_that_refuses_what_is_wrong(parsed: Any) -> None:
 def scheduled(tmp_path: Path) -> Any:
     """What is parsed when the recipe's [schedule] and [alerts] are these."""
 
-    def parse_with(sections: str) -> Any:
+    def parse_with(sections: str, text: str = KIMI.read_text()) -> Any:
         recipe = tmp_path / "scheduled.toml"
-        recipe.write_text(KIMI.read_text() + sections)
+        recipe.write_text(text + sections)
         return parse(tmp_path, recipe)
 
     return parse_with

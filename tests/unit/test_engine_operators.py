@@ -60,10 +60,10 @@ def event(outcome: str, code: int | None = None, **changes: Any) -> dict[str, An
     }
 
 
-def test_a_plan_in_which_all_is_done_starts_nothing_and_asks_nobody() -> None:
+def test_a_plan_that_sends_no_prompt_now_starts_nothing_and_asks_nobody() -> None:
     host = FakeHost({})
-    done = [{"dataset": "B1", "action": "done"}]
-    assert engine(host, done).execute(CONTEXT) == {"outcome": "not needed"}
+    idle = [{"dataset": "B1", "action": action} for action in ("done", "refuse", "approve")]
+    assert engine(host, idle).execute(CONTEXT) == {"outcome": "not needed"}
     assert host.asked == []
 
 

@@ -64,6 +64,8 @@ CALLS = [
     ("""'{"say": "it's \\"so\\""}'""", '{"say": "it\'s \\"so\\""}'),
     ("""{"port": "Bude"}""", '{"port": "Bude"}'),
     ("'{}'", "{}"),
+    ("''", "{}"),
+    (r'"{\"port\": \"Bude\"}"', '{"port": "Bude"}'),
     ("""'{"text": "two\nlines"}'""", '{"text": "two\\nlines"}'),
 ]
 
@@ -97,6 +99,33 @@ def test_a_chat_is_cut_at_user_turns_and_at_responses() -> None:
     first = ("user", "assistant", "tool")
     cuts = {tuple(role for role, _ in spoken(glaive(chat))) for chat in chats}
     assert cuts == {("user",), first, (*first, "assistant", "user")}
+
+
+def test_nothing_behind_a_call_without_a_response_is_used() -> None:
+    call = """ASSISTANT: <functioncall> {"name": "tide", "arguments": '{}'} <|endoftext|>"""
+    chats = ["\n\n\n".join([f"USER: {i}", call, "USER: Hello?"]) for i in range(20)]
+    assert {len(glaive(chat).messages) for chat in chats} == {1}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [[TIDE], json.dumps([TIDE]), [json.dumps(TIDE)], [{"type": "function", "function": TIDE}]],
+)
+def test_republished_rows_give_what_the_flat_row_gives(tools: Any) -> None:
+    for i in range(10):
+        turns = [
+            ("human", f"High {i}?"),
+            ("function_call", '{"name": "tide", "arguments": {"port": "St. Ives\' pier"}}'),
+            ("observation", "3.2"),
+            ("gpt", "3.2 m"),
+        ]
+        listed = [{"from": said_by, "value": text} for said_by, text in turns]
+        flat = (
+            f"USER: High {i}?\n\n\nASSISTANT: <functioncall> "
+            """{"name": "tide", "arguments": '{"port": "St. Ives' pier"}'} <|endoftext|>"""
+            "\n\n\nFUNCTION RESPONSE: 3.2\n\n\nASSISTANT: 3.2 m <|endoftext|>"
+        )
+        assert convert({"conversations": listed, "tools": tools}) == glaive(flat)
 
 
 @pytest.mark.parametrize(

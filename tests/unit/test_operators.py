@@ -124,6 +124,7 @@ def test_a_start_sends_the_whole_job_on_stdin_and_defers() -> None:
         "run_id": "run 1",
         "mode": "resume",
         "token_budget": 70,
+        "pilot_rows": None,
         "in_flight": 2,
         "recipe": 0,
         "timeout_s": 7 * 86_400,

@@ -163,6 +163,7 @@ def test_every_row_is_counted_under_a_reason(site: Site) -> None:
     assert site.counts("B2") == {
         "source_rows": 11,
         "prompts": 2,
+        "shortened": 0,
         "retired": 0,
         "adopted": 0,
         "dropped": {

@@ -50,6 +50,14 @@ def test_every_shipped_recipe_has_eight_datasets_and_survives_the_trip_to_the_ho
     assert parse_recipe(recipe.as_json(), "host") == recipe
 
 
+def test_a_source_may_lie_on_the_hub_at_a_commit(recipe_file: Path) -> None:
+    hub = f'hub = "owner/name"\nfiles = "data/*.parquet"\nrevision = "{"0a" * 20}"'
+    recipe_file.write_text(GOOD.replace('path = "/data/b1.json"', hub))
+    recipe = load_recipe(recipe_file)
+    assert recipe.datasets[0].path is None
+    assert parse_recipe(recipe.as_json(), "host") == recipe
+
+
 def test_a_recipe_is_named_after_its_file(recipe_file: Path) -> None:
     assert load_recipe(recipe_file).name == "mine"
 
@@ -79,6 +87,46 @@ def test_a_recipe_is_named_after_its_file(recipe_file: Path) -> None:
         pytest.param("token_budget = 10", "token_budget = 0", "greater than", id="bound"),
         pytest.param(
             'workspace = "/data/w"', 'workspace = "data/w"', "host.workspace", id="relative"
+        ),
+        pytest.param(
+            'path = "/data/b1.json"', "", "set path (on the GPU host) or hub", id="no source"
+        ),
+        pytest.param(
+            'path = "/data/b1.json"',
+            'path = "/data/b1.json"\nhub = "owner/name"',
+            "one of the two",
+            id="two sources",
+        ),
+        pytest.param(
+            'path = "/data/b1.json"',
+            'hub = "https://huggingface.co/datasets/owner/name"',
+            "datasets.0.hub = 'https://",
+            id="hub as a link",
+        ),
+        pytest.param(
+            'path = "/data/b1.json"',
+            'path = "/data/b1.json"\nfiles = "*.jsonl"',
+            "for path write the glob there",
+            id="files of a path",
+        ),
+        pytest.param(
+            'path = "/data/b1.json"',
+            'hub = "owner/name"',
+            "revision 'local' is no commit, and what a branch means changes: take the 40 digits"
+            " that `git ls-remote https://huggingface.co/datasets/owner/name main` prints",
+            id="hub unpinned",
+        ),
+        pytest.param(
+            'path = "/data/b1.json"',
+            'hub = "owner/name"\nrevision = "main"',
+            "revision 'main' is no commit",
+            id="hub at a branch",
+        ),
+        pytest.param(
+            'path = "/data/b1.json"',
+            'path = "/data/b1.json"\nmax_prompt_tokens = 0',
+            "datasets.0.max_prompt_tokens = 0",
+            id="cap of a dataset",
         ),
         pytest.param('name = "B1"', 'name = "all"', "call the dataset something else", id="all"),
         pytest.param('name = "B1"', 'name = "a/b"', "datasets.0.name = 'a/b'", id="path in name"),

@@ -22,6 +22,8 @@ def status(
     validated: bool = True,
     verified: str = "ok",
     size: int | None = 9,
+    pilot_rows: int | None = None,
+    stored: int = 0,
 ) -> dict[str, Any]:
     end = None if code is None else {"code": code, "reason": f"ended with {code}"}
     job = {
@@ -29,11 +31,12 @@ def status(
         "state": None,
         "exit": end,
         "progress": {"completion_tokens": tokens},
-        "job": {"start_id": "s1"},
+        "job": {"start_id": "s1", "pilot_rows": pilot_rows},
     }
     dataset: dict[str, Any] = {
         "verified": {"prompts.jsonl": "ok", "raw.jsonl": verified},
         "sizes": {} if size is None else {"raw_responses.jsonl": size},
+        "stored": {"responses": stored},
     }
     if stop_reason:
         dataset["generate"] = {
@@ -83,6 +86,12 @@ def test_enough_tokens_let_validation_begin(seen: dict[str, Any]) -> None:
         (status(code=65, size=12), "ended with exit 65"),
         (status(size=None), "B1 is not generated"),
         (status(code=None, stop_reason=None), "left no exit record"),
+        (
+            status(stop_reason=None, pilot_rows=32, stored=32),
+            r"only a pilot of B1 is generated \(32 rows\): 100 tokens stored, .*; approve it in",
+        ),
+        (status(stop_reason=None, pilot_rows=32), "B1 is not generated and nothing runs"),
+        (status(stop_reason=None, pilot_rows=32, stored=9, code=65), "ended with exit 65"),
     ],
 )
 def test_too_few_tokens_and_nobody_at_work_fail_at_once(seen: dict[str, Any], message: str) -> None:

@@ -6,12 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any, get_args
 
-import orjson
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from drafter import layout
 from drafter.sections import SourceFormat
 from drafter.sources import CONVERT
 from drafter.sources.prompt import Prompt
@@ -212,12 +208,17 @@ TALKS: list[tuple[str, SourceFormat, Row, list[tuple[str, str]]]] = [
             "instance_id": "acme__lib-12",
             "trajectory": [
                 {"role": "system", "system_prompt": "SETTING", "text": None, "mask": False},
-                {"role": "user", "text": "ISSUE \x1b[31m", "system_prompt": None, "mask": False},
+                {
+                    "role": "user",
+                    "text": "ISSUE in \x1b[31mred",
+                    "system_prompt": None,
+                    "mask": False,
+                },
                 {"role": "ai", "text": "Look.", "system_prompt": None, "mask": False},
                 {"role": "user", "text": "a.py", "system_prompt": None, "mask": False},
             ],
         },
-        [("system", "SETTING"), ("user", "ISSUE \x1b[31m")],
+        [("system", "SETTING"), ("user", "ISSUE in red")],
     ),
     (
         "SWE-smith: messages are a JSON string, contents may be parts",
@@ -288,6 +289,30 @@ def test_tool_results_of_trajectories_find_their_calls() -> None:
     ]
 
 
+LONG: list[tuple[SourceFormat, Row, int]] = [
+    ("sharegpt", {"conversations": [{"from": "human", "value": "paste " * 20_000}]}, 120_000),
+    ("mixturethoughts", {"messages": [{"role": "user", "content": "7" * 30_000}]}, 30_000),
+    (
+        "sweagent",
+        {
+            "trajectory": [
+                {"role": "user", "text": "ISSUE\n" + "0123456789abcdef" * 30_000},
+                {"role": "ai", "text": "submit"},
+            ]
+        },
+        480_006,
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "row", "num_characters"), LONG)
+def test_no_length_is_too_long_for_a_converter(
+    source: SourceFormat, row: Row, num_characters: int
+) -> None:
+    """What a prompt costs is prepare's matter: there are tokens to count there."""
+    assert len(converted(source, row).messages[-1]["content"]) == num_characters
+
+
 # What is dropped ----------------------------------------------------------------------------------
 
 DROPPED: list[tuple[SourceFormat, Row, str]] = [
@@ -323,56 +348,6 @@ DROPPED: list[tuple[SourceFormat, Row, str]] = [
 @pytest.mark.parametrize(("source", "row", "reason"), DROPPED)
 def test_a_row_without_a_prompt_says_why(source: SourceFormat, row: Row, reason: str) -> None:
     assert CONVERT[source](row) == reason
-
-
-# Any row ------------------------------------------------------------------------------------------
-
-KEYS = (
-    "id input problem instruction question messages conversations trajectory role from content"
-    " value text system_prompt system chat tool_calls function name arguments traj_id index"
-).split()
-TEXTS = st.one_of(
-    st.text(alphabet=st.characters(), max_size=20),
-    st.sampled_from(
-        [
-            *("user", "human", "assistant", "gpt", "ai", "tool", "system", "bard", "", "\0"),
-            *("USER: a\n\n\nASSISTANT: b\n\n\nUSER: c", "\ud800", "<think>", "[1]", '"a"'),
-            'USER: a\n\n\nASSISTANT: <functioncall> {"name": "x", "arguments": \'{}\'}',
-            'x {"name": "f", "n": 1e999} {"name": 5}',
-            '[{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{}]}]',
-        ]
-    ),
-)
-VALUES: st.SearchStrategy[Any] = st.recursive(
-    st.one_of(TEXTS, st.none(), st.booleans(), st.integers(), st.floats()),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=5), st.dictionaries(st.sampled_from(KEYS), inner, max_size=5)
-    ),
-    max_leaves=25,
-)
-TURNS = st.lists(
-    st.fixed_dictionaries(
-        {"role": TEXTS, "content": TEXTS, "from": TEXTS, "value": TEXTS},
-        optional={"tool_calls": VALUES, "text": VALUES, "tool_call_id": VALUES},
-    ),
-    max_size=6,
-)
-ROWS = st.dictionaries(st.sampled_from(KEYS), st.one_of(VALUES, TURNS, TEXTS), max_size=8)
-
-
-@settings(max_examples=150, deadline=None)
-@given(row=ROWS)
-def test_no_row_makes_a_converter_raise(row: Row) -> None:
-    for convert in CONVERT.values():
-        prompt = convert(row)
-        if isinstance(prompt, str):
-            assert prompt
-            continue
-        assert prompt.messages[-1]["role"] in ("user", "tool")
-        assert all(type(message["content"]) is str for message in prompt.messages)
-        assert b"\\u0000" not in orjson.dumps(prompt.content)
-        assert layout.digest(prompt.content)
-        assert convert(row) == prompt
 
 
 def test_every_format_of_a_recipe_has_a_converter() -> None:

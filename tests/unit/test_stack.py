@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,28 @@ def test_a_process_of_the_stack_that_died_is_named_with_its_last_word(here: Stac
     with pytest.raises(Busy, match="scheduler has ended: last word"):
         stack.require_alive(here)
     stack.stop(here)
+
+
+def test_the_engine_is_the_embedded_one_or_a_real_sglang_on_the_same_target_and_port(
+    here: Stack,
+) -> None:
+    embedded = stack.engine_command(here)
+    assert embedded[:4] == [sys.executable, "-m", "drafter", "serve"]
+    script, verb, *real = stack.engine_command(replace(here, engine="sglang"))
+    assert Path(script).is_file() and os.access(script, os.X_OK) and verb == "serve"
+    for word in (str(stack.ROOT / "include/demo/target"), str(here.ports["engine"])):
+        assert word in embedded and word in real
+
+
+def test_a_real_engine_that_is_not_installed_says_how_to_install_it(
+    here: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = stack.ROOT / "tests" / "engines" / "sglang_cpu.sh"
+    monkeypatch.setattr(stack, "SGLANG", here.home / "none")
+    command = stack.engine_command(replace(here, engine="sglang"))
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert f"run: {script.name} setup {here.home / 'none'}" in done.stderr
 
 
 def test_a_taken_port_is_refused_and_a_free_one_is_not() -> None:

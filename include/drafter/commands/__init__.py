@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], Any]
 """(name, command, text) to the command's own parser."""
 
+ADD_YES = "nothing is changed yet: add --yes to do it"
+
 
 def workspace_of(arguments: argparse.Namespace) -> Workspace:
     if not arguments.workspace:
@@ -38,6 +40,17 @@ def prepared_of(workspace: Workspace, dataset: str) -> Prepared:
         known = ", ".join(there) or "none"
         raise RecipeError(f"no dataset {dataset!r} in {workspace.root}: there are {known}")
     return workspace.prepared(dataset)
+
+
+def count(text: str) -> int:
+    """A number from 1 on, as an argument's type."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return number
 
 
 def print_json(value: Any) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,8 @@ def _start(_arguments: argparse.Namespace) -> int:
         if spec["phase"] == "generate":
             _refuse_foreign(decision, workspace, recipe, spec)
         raise DataError(decision.reason)
+    if spec["phase"] == "generate" and recipe.pilot:
+        decision = _with_pilot(decision, workspace, recipe, spec)
     if decision.action == "done":
         answer = {"outcome": "done", "reason": decision.reason, "counts": decision.counts}
         digest = left(spec["phase"], spec["dataset"], workspace, recipe)
@@ -73,6 +76,29 @@ def _start(_arguments: argparse.Namespace) -> int:
     else:
         print_json(jobs.start(workspace.root, spec))
     return 0
+
+
+def _with_pilot(decision: Plan, workspace: Workspace, recipe: Recipe, spec: dict[str, Any]) -> Plan:
+    """What ``decision`` means to a pilot, which may be there already, or to what follows one."""
+    from drafter import approval
+    from drafter.adoption import has_unknown_responses
+    from drafter.identity import generation_identity
+    from drafter.sessions import refuse_other_identity
+
+    if not spec.get("pilot_rows"):
+        if decision.action in ("pilot", "approve", "restart"):
+            raise DataError(f"{spec['dataset']}: {decision.reason}: {approval.REMEDY}")
+        return decision
+    prepared = workspace.prepared(spec["dataset"])
+    adopts = spec["mode"] == "adopt" and has_unknown_responses(prepared)
+    if decision.action in ("pilot", "restart") or (decision.action == "approve" and adopts):
+        return decision
+    identity = generation_identity(recipe)
+    if decision.action == "approve":
+        refuse_other_identity(prepared, identity)
+    given = approval.given(prepared, identity)
+    reason = f"pilot approved by {given['by']}" if given else decision.reason
+    return replace(decision, action="done", reason=reason)
 
 
 def _refuse_foreign(

@@ -8,11 +8,9 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from drafter.commands import Add, prepared_of, recipe_of, workspace_of
+from drafter.commands import ADD_YES, Add, count, prepared_of, recipe_of, workspace_of
 from drafter.errors import DataError
 from drafter.layout import locked
-
-_ADD_YES = "nothing is changed yet: add --yes to do it"
 
 
 def add_to(add: Add) -> None:
@@ -20,8 +18,8 @@ def add_to(add: Add) -> None:
     show.add_argument("dataset")
     which = show.add_mutually_exclusive_group()
     which.add_argument("--sample", metavar="ID")
-    which.add_argument("--random", type=_count, metavar="N")
-    which.add_argument("--last", type=_count, metavar="N", default=3, help="default: 3")
+    which.add_argument("--random", type=count, metavar="N")
+    which.add_argument("--last", type=count, metavar="N", default=3, help="default: 3")
     show.add_argument("--rejected", action="store_true", help="of those that validate refused")
     show.add_argument("--full", action="store_true", help="long texts whole")
 
@@ -39,16 +37,6 @@ def add_to(add: Add) -> None:
     restart = add("restart", _restart, "move all answers of a dataset to archive/")
     restart.add_argument("dataset")
     restart.add_argument("--yes", action="store_true", help="do it, not only show it")
-
-
-def _count(text: str) -> int:
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
-    return count
 
 
 def _moment(text: str) -> float:
@@ -143,7 +131,7 @@ def _discard(arguments: argparse.Namespace) -> int:
 
     if not arguments.yes:
         select()
-        print(_ADD_YES)
+        print(ADD_YES)
         return 0
     with locked(prepared.lock):
         if rewrite.finish(prepared):
@@ -166,7 +154,7 @@ def _restart(arguments: argparse.Namespace) -> int:
         f" {num_failed:,} failures move to archive/"
     )
     if not arguments.yes:
-        print(_ADD_YES)
+        print(ADD_YES)
         return 0
     with locked(prepared.lock):
         rewrite.finish(prepared)

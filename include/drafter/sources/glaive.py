@@ -6,8 +6,13 @@ labels elsewhere are content. ``<|endoftext|>`` ends an assistant's turn and is 
 ``<functioncall> {"name": .., "arguments": '{..}'}``: its arguments stand in single quotes and may
 hold apostrophes.
 
+Two republished forms (hiyouga's sharegpt, llamafactory's toolcall) hold ``conversations`` of human,
+gpt, function_call and observation turns, with the functions as JSON text of an array in ``tools``;
+a function_call turn holds one call or an array of them, its arguments an object.
+
 The functions become ``tools`` (the template writes them out, so the words of ``system`` go), and
-the chat is cut at a turn that the model answers, chosen by content.
+the chat is cut at a turn that the model answers, chosen by content. Many rows differ in a few words
+only; prepare drops those that differ in case or white space.
 """
 
 from __future__ import annotations
@@ -16,8 +21,13 @@ import json
 import re
 from typing import Any
 
-import orjson
-
+from drafter.sources.functions import (
+    NOT_JSON,
+    arguments_of,
+    declaration,
+    declared,
+    tool_call,
+)
 from drafter.sources.prompt import (
     Message,
     Prompt,
@@ -25,97 +35,139 @@ from drafter.sources.prompt import (
     chosen,
     clean,
     cuts,
-    mapped,
     merged,
     opened_by_user,
-    tool_call,
+    parsed,
+    role_of,
+    text_of,
 )
 
-_LABEL = re.compile(r"(?:\A|\n\n\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
+COLUMNS = ("system", "chat", "conversations", "tools")
+
+Turn = tuple[str, str]
+"""Label and text."""
+
+USER, ASSISTANT, RESPONSE = "USER", "ASSISTANT", "FUNCTION RESPONSE"
+CALL, SYSTEM = "call", "system"
+LABELS = {
+    "human": USER,
+    "user": USER,
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "function_call": CALL,
+    "observation": RESPONSE,
+    "system": SYSTEM,
+}
+"""Who speaks in the republished forms -> label of the flat form, where that has one."""
+
+_LABEL = re.compile(rf"(?:\A|\n\n\n)\s*({USER}|{ASSISTANT}|{RESPONSE}):")
 _CALL = re.compile(
     r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*(?:,\s*"arguments"\s*:\s*(.*\S)\s*)?\}\s*\Z', re.DOTALL
 )
 
 
 def convert(row: Row) -> Prompt | str:
-    system, chat = row.get("system"), row.get("chat")
-    if not isinstance(chat, str) or not isinstance(system, str | None):
-        return "no conversation"
-    tools = _tools(system or "")
+    listed = row.get("conversations")
+    turns = _flat(row.get("chat")) if listed is None else _listed(listed)
+    if isinstance(turns, str):
+        return turns
+    tools = declared(row["tools"]) if row.get("tools") is not None else _tools(row.get("system"))
     if isinstance(tools, str):
         return tools
-    messages, fault = _conversation(clean(chat))
+    messages, fault = _conversation(turns)
     candidates = cuts(messages)
     if not candidates:
         return fault or "no user turn"
     return Prompt(chosen(messages, candidates), tools or None)
 
 
-def _tools(system: str) -> list[dict[str, Any]] | str:
+def _flat(chat: Any) -> list[Turn] | str:
+    if not isinstance(chat, str):
+        return "no conversation"
+    before, *labelled = _LABEL.split(clean(chat))
+    if before.strip() or not labelled:
+        return "chat without a label"
+    return list(zip(labelled[::2], labelled[1::2], strict=True))
+
+
+def _listed(conversations: Any) -> list[Turn] | str:
+    if not isinstance(conversations, list):
+        return "no conversation"
+    turns: list[Turn] = []
+    for turn in conversations:
+        if not isinstance(turn, dict):
+            return "turn is not an object"
+        label, text = role_of(turn.get("from"), LABELS), text_of(turn.get("value"))
+        if label is None or text is None:
+            return "unknown role" if label is None else "turn is not text"
+        if label != SYSTEM:
+            turns.append((label, text))
+    return turns
+
+
+def _tools(system: Any) -> list[dict[str, Any]] | str:
+    if system is None:
+        return []
+    if not isinstance(system, str):
+        return "no conversation"
+    system = clean(system)
     tools: list[dict[str, Any]] = []
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(strict=False)
     begin = system.find("{")
     while begin >= 0:
         try:
-            _, end = decoder.raw_decode(system, begin)
-            # orjson is the stricter one: no NaN, no depth or number that cannot be written again.
-            function = mapped(orjson.loads(system[begin:end]), clean)
-            orjson.dumps(function)
-        except (ValueError, TypeError, RecursionError):
-            return "functions are not JSON"
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            return "function without a name"
-        tools.append({"type": "function", "function": _with_parameters(function)})
+            function, end = decoder.raw_decode(system, begin)
+        except (ValueError, RecursionError):
+            return NOT_JSON
+        tool = declaration(function)
+        if isinstance(tool, str):
+            return tool
+        tools.append(tool)
         begin = system.find("{", end)
     return tools
 
 
-def _with_parameters(function: dict[str, Any]) -> dict[str, Any]:
-    """Templates walk ``parameters.properties``; some functions leave out one or the other."""
-    given = function.get("parameters")
-    parameters = dict(given) if isinstance(given, dict) else {}
-    if not isinstance(parameters.get("properties"), dict):
-        parameters["properties"] = {}
-    if not isinstance(parameters.get("type"), str):
-        parameters["type"] = "object"
-    return {**function, "parameters": parameters}
-
-
-def _conversation(chat: str) -> tuple[list[Message], str | None]:
+def _conversation(turns: list[Turn]) -> tuple[list[Message], str | None]:
     """The chat up to the first turn that cannot be read, and what is wrong with that one."""
-    before, *labelled = _LABEL.split(chat)
-    if before.strip() or not labelled:
-        return [], "chat without a label"
     messages: list[Message] = []
     unanswered: list[str] = []
     num_calls = 0
     fault = None
-    for label, text in zip(labelled[::2], labelled[1::2], strict=True):
-        content = text.strip()
-        if label == "USER":
+    for label, text in turns:
+        content, calls = ("", _calls(text)) if label == CALL else (text.strip(), [])
+        if label == ASSISTANT:
+            content, *calls = content.replace("<|endoftext|>", "").split("<functioncall>")
+        if label == USER:
             if content:
                 messages.append({"role": "user", "content": content})
-        elif label == "ASSISTANT":
-            content, *calls = content.replace("<|endoftext|>", "").split("<functioncall>")
-            read = [_call(call, num_calls + i) for i, call in enumerate(calls)]
-            if None in read:
-                fault = "unreadable function call"
+        elif label == RESPONSE:
+            if not unanswered:
+                fault = "function response without a call"
                 break
-            if not content.strip() and not read:
-                continue
-            message: Message = {"role": "assistant", "content": content.strip()}
-            if read:
-                message["tool_calls"] = read
-                unanswered = [call["id"] for call in read if call]
-                num_calls += len(read)
-            messages.append(message)
-        elif unanswered:
             called = unanswered.pop(0)
             messages.append({"role": "tool", "tool_call_id": called, "content": content})
         else:
-            fault = "function response without a call"
-            break
+            made = [_call(call, num_calls + i) for i, call in enumerate(calls)]
+            if None in made:
+                fault = "unreadable function call"
+                break
+            message: Message = {"role": "assistant", "content": content.strip()}
+            if made:
+                message["tool_calls"] = made
+                unanswered += [call["id"] for call in made if call]
+                num_calls += len(made)
+            if made or message["content"]:
+                messages.append(message)
     return opened_by_user(merged(messages)), fault
+
+
+def _calls(text: str) -> list[str]:
+    """The calls of a function_call turn: one, or several in an array."""
+    try:
+        calls = parsed(text)
+        return [json.dumps(call) for call in calls] if isinstance(calls, list) else [text]
+    except (ValueError, RecursionError):
+        return [text]
 
 
 def _call(text: str, index: int) -> dict[str, Any] | None:
@@ -127,16 +179,16 @@ def _call(text: str, index: int) -> dict[str, Any] | None:
 
 
 def _arguments(text: str) -> str | None:
-    """JSON text of an object, from an object in single quotes or bare."""
+    """JSON text of an object, from one that is bare, in single quotes or a string of JSON."""
     if len(text) > 1 and text[0] == text[-1] == "'":
         text = text[1:-1].strip()
-    try:
-        return text if isinstance(json.loads(text), dict) else None
-    except (ValueError, RecursionError):
-        pass
+    arguments = arguments_of(text)
+    if arguments is not None:
+        return arguments
     try:
         # An apostrophe escaped for the quotes around it, or a line end inside a string.
         value = json.loads(text.replace("\\'", "'"), strict=False)
     except (ValueError, RecursionError):
         return None
-    return clean(json.dumps(value, ensure_ascii=False)) if isinstance(value, dict) else None
+    # A string that holds the object is read once more, an object is written out.
+    return arguments_of(value)

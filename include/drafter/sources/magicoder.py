@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from drafter.sources.prompt import Prompt, Row, one_turn
 
+COLUMNS = ("index", "problem", "instruction")
+
 
 def convert(row: Row) -> Prompt | str:
     problem = row.get("problem")

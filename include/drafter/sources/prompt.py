@@ -3,24 +3,29 @@
 A converter is a pure function from one source row to a :class:`Prompt`, or to a str: the reason why
 the row gives none. Reasons are a few fixed words, because they are counted. What people and tools
 wrote stays as it is, control-looking text included; only NUL bytes, ``\\r\\n`` and halves of
-surrogate pairs are mended (no Unicode normalisation: it would alter code).
+surrogate pairs are mended (no Unicode normalisation: it would alter code). Where a source asks for
+more, its module says what and why.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drafter.layout import digest
+import orjson
 
 Message = dict[str, Any]
 """``role`` and ``content``; ``tool_calls`` or ``tool_call_id`` where the role has them."""
 
 Row = dict[str, Any]
 
+_SPACES = bytes(i for i in range(128) if chr(i).isspace())
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_THINKING = re.compile(r"\A\s*<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,17 @@ def clean(text: str) -> str:
     return text
 
 
+def parsed(text: str) -> Any:
+    """JSON ``text``, also as Python's own writer has it: NaN, half surrogate pairs. ValueError."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(text)
+        except RecursionError:
+            raise ValueError("nested too deep") from None
+
+
 def mapped(value: Any, change: Callable[[str], str]) -> Any:
     """JSON ``value`` with ``change`` done to every string in it, keys included."""
     if isinstance(value, str):
@@ -74,6 +90,11 @@ def mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {change(key): mapped(item, change) for key, item in value.items()}
     return value
+
+
+def folded(text: str) -> str:
+    """``text`` without what near-exact duplicates differ in: case and the length of white space."""
+    return " ".join(text.casefold().split())
 
 
 def text_of(content: Any) -> str | None:
@@ -111,13 +132,26 @@ def role_of(value: Any, roles: Mapping[str, str]) -> str | None:
     return roles.get(value.strip().lower()) if isinstance(value, str) else None
 
 
+def without_thinking(text: str) -> str:
+    """An assistant's turn without the thinking written out at its beginning.
+
+    In history, templates show answers only; the text would look like markup of the target.
+    """
+    return _THINKING.sub("", text) if "<think>" in text else text
+
+
 def turns(
-    value: Any, roles: Mapping[str, str], role_key: str = "role", text_key: str = "content"
+    value: Any,
+    roles: Mapping[str, str],
+    role_key: str = "role",
+    text_key: str = "content",
+    answer: Callable[[str], str] = without_thinking,
 ) -> list[Message] | str:
     """A source's list of turns as messages that begin with a user's, system turns kept.
 
-    ``roles`` maps the source's spelling (lower case) to ours. Empty turns and what an assistant
-    says before the first user turn are left out; neighbours of one role become one message.
+    ``roles`` maps the source's spelling (lower case) to ours; ``answer`` is done to what an
+    assistant said. Empty turns and what an assistant says before the first user turn are left out;
+    neighbours of one role become one message.
     """
     if not isinstance(value, list):
         return "no conversation"
@@ -131,19 +165,27 @@ def turns(
         content = text_of(turn.get(text_key))
         if content is None:
             return "turn is not text"
+        if role == "assistant":
+            content = answer(content)
         if content.strip():
             messages.append({"role": role, "content": content})
     return opened_by_user(merged(messages))
 
 
 def merged(messages: Sequence[Message]) -> list[Message]:
-    """Neighbours of one role joined by a blank line; tool calls and tool results stand alone."""
+    """Neighbours of one role as one message: texts joined by a blank line, calls as made at once.
+
+    Tool results stand alone, and so does what is said after a call: it must not come before it.
+    """
     result: list[Message] = []
     for message in messages:
-        last = result[-1] if result else None
-        alike = last and last["role"] == message["role"]
-        if last and alike and last.keys() == message.keys() == {"role", "content"}:
-            last["content"] += "\n\n" + message["content"]
+        last: Message = result[-1] if result else {"role": None}
+        alike = last["role"] == message["role"] != "tool"
+        if alike and ("tool_calls" in message or "tool_calls" not in last):
+            texts = [m["content"] for m in (last, message) if m["content"]]
+            last["content"] = "\n\n".join(texts)
+            if "tool_calls" in message:
+                last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
         else:
             result.append(dict(message))
     return result
@@ -157,22 +199,37 @@ def opened_by_user(messages: list[Message]) -> list[Message]:
 
 
 def cuts(messages: Sequence[Message]) -> list[int]:
-    """Every n for which ``messages[:n]`` ends in a user or tool turn that the model answers."""
+    """Every n for which ``messages[:n]`` ends in a user or tool turn that the model answers.
+
+    Nothing behind a call that never got its result: engines refuse such conversations.
+    """
     asks = [message["role"] in ("user", "tool") for message in messages]
-    return [n for n in range(1, len(asks) + 1) if asks[n - 1] and not any(asks[n : n + 1])]
+    candidates: list[int] = []
+    unanswered: set[str] = set()
+    for n, message in enumerate(messages, 1):
+        if message["role"] == "tool":
+            unanswered.discard(message["tool_call_id"])
+        elif unanswered:
+            break
+        unanswered.update(call["id"] for call in message.get("tool_calls", ()))
+        if asks[n - 1] and not unanswered and not any(asks[n : n + 1]):
+            candidates.append(n)
+    return candidates
 
 
 def chosen(messages: list[Message], candidates: Sequence[int]) -> list[Message]:
-    """``messages`` up to one of ``candidates``, picked by content, so that late turns occur too."""
-    return messages[: candidates[int(digest(messages), 16) % len(candidates)]]
+    """``messages`` up to one of ``candidates``, picked by content, so that late turns occur too.
+
+    Conversations that differ in case or white space only are cut at the same place, so that one of
+    them is seen to repeat the other.
+    """
+    pieces = [piece for m in messages for piece in (m["role"].encode(), _letters(m["content"]))]
+    picked = int.from_bytes(hashlib.sha256(b"\0".join(pieces)).digest(), "big")
+    return messages[: candidates[picked % len(candidates)]]
 
 
-def call_id(name: str, index: int) -> str:
-    """The form that Kimi writes and expects; ``index`` counts over the conversation."""
-    return f"functions.{name}:{index}"
-
-
-def tool_call(name: str, arguments: str, index: int) -> dict[str, Any]:
-    """One entry of ``tool_calls``; ``arguments`` is JSON text."""
-    function = {"name": name, "arguments": arguments}
-    return {"id": call_id(name, index), "type": "function", "function": function}
+def _letters(text: str) -> bytes:
+    """What is equal in texts that are equal when folded, and many times faster to be had."""
+    if text.isascii():
+        return text.lower().encode().translate(None, _SPACES)
+    return folded(text).replace(" ", "").encode()

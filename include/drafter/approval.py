@@ -1,0 +1,87 @@
+"""Has a person approved a dataset's pilot? The section ``pilot`` of its manifest::
+
+    first      rows before this one are not the pilot's: of an earlier approval, which the canary
+               took back when it alarmed
+    approval   null, or {identity, rows, run_id, by, at}: who approved so many rows, and what they
+               were made with
+
+Without a section the pilot begins at row 0. An approval counts for the identity it was given for. A
+restart drops the section with the rows. The caller holds the dataset's lock. Standard library only.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+from drafter.layout import Prepared, read_section, write_section
+
+SECTION = "pilot"
+
+REMEDY = "clear its pilot task and what follows it, then answer approve"
+"""What to do when the rest is to be generated before that."""
+
+
+class Pending(NamedTuple):
+    """A pilot that nobody has approved."""
+
+    first: int
+    """Row of raw_responses.jsonl that it begins at."""
+
+    num_rows: int
+    """Stored from there on."""
+
+    wanted: int
+    """Rows it needs before a person is asked."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_rows >= self.wanted
+
+    @property
+    def reason(self) -> str:
+        if self.is_complete:
+            return f"pilot of {self.num_rows:,} rows waits for approval"
+        return f"a pilot first, {self.num_rows:,} of its {self.wanted:,} rows are stored"
+
+
+def pending(
+    prepared: Prepared, identity: dict[str, Any], rows: int, num_stored: int, num_prompts: int
+) -> Pending | None:
+    """``rows``: as many as the recipe asks for; fewer are enough where there are no more prompts.
+    None when they are approved, or there is nothing to ask about."""
+    first = begins_at(prepared, num_stored)
+    if num_prompts == 0 or given(prepared, identity):
+        return None
+    return Pending(first, num_stored - first, min(rows, max(num_prompts - first, 0)))
+
+
+def given(prepared: Prepared, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The approval of rows made with ``identity``."""
+    section = read_section(prepared.manifest, SECTION) or {}
+    approval: dict[str, Any] | None = section.get("approval")
+    return approval if approval and approval["identity"] == identity else None
+
+
+def begins_at(prepared: Prepared, num_stored: int) -> int:
+    """First row of the pilot; a person may have discarded rows before it."""
+    section = read_section(prepared.manifest, SECTION) or {}
+    return min(int(section.get("first", 0)), num_stored)
+
+
+def give(
+    prepared: Prepared, pilot: Pending, identity: dict[str, Any], by: str, run_id: str
+) -> None:
+    approval = {
+        "identity": identity,
+        "rows": pilot.num_rows,
+        "run_id": run_id,
+        "by": by,
+        "at": time.time(),
+    }
+    write_section(prepared.manifest, SECTION, {"first": pilot.first, "approval": approval})
+
+
+def take_back(prepared: Prepared, num_stored: int) -> None:
+    """Whatever made the rows is not trusted any more: the next pilot is of rows yet to come."""
+    write_section(prepared.manifest, SECTION, {"first": num_stored, "approval": None})
