@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from itertools import chain
 
-from bench import budget, generation, jobs
+from bench import budget, generation, jobs, validation
 
 BENCHMARKS = {
     "job-start": jobs.job_start,
@@ -18,6 +18,10 @@ BENCHMARKS = {
     "client-ceiling": generation.client_ceiling,
     "resume-scan": generation.resume_scan,
     "generate-memory": generation.generate_memory,
+    "validate-rows": validation.rows,
+    "validate-phase": validation.phase,
+    "validate-memory": validation.memory,
+    "validate-rerun": validation.rerun,
     "budget": budget.overshoot_mean,
     "budget-max": budget.overshoot_max,
     "budget-kills": budget.overshoot_after_kills,
