@@ -2,9 +2,9 @@
 
 The incident behind it: an endpoint that silently dropped the model's reasoning, hours of GPU time
 and three thousand useless rows before a person looked at one. So from the first row to the last a
-window over the finished rows must show what :func:`drafter.rows.verdict` calls sound: thinking that
-is closed and not empty (or none, where the target was told not to think), then an answer or a tool
-call that is closed. A second, longer window finds what taints one row in ten.
+window over the finished rows must show what :func:`drafter.structure.verdict` calls sound: thinking
+that is closed and not empty (or none, where the target was told not to think), then an answer or a
+tool call that is closed. A second, longer window finds what taints one row in ten.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from drafter.kinds import reason_class
 from drafter.layout import clear_partial, whole_file
-from drafter.rows import Family, Verdict, check_row, reason_class, verdict
+from drafter.rows import Family, check_row
+from drafter.structure import Verdict, verdict
 
 LONG_WINDOWS = 16
 """Windows in the long window, 512 rows with the recipe's default."""

@@ -15,10 +15,12 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drafter import adoption, approval, plan, progress, rewrite, template
+from drafter import adoption, approval, behaviour, plan, progress, rewrite, template
+from drafter.behaviour import Fingerprint
 from drafter.budget import Budget
 from drafter.canary import Canary, archive_tail
 from drafter.engines.client import connected
@@ -40,11 +42,16 @@ from drafter.workers import Workers
 
 
 def run(job: Job) -> None:
-    generate(job, template.family(Path(job.recipe.target.path)))
+    target = Path(job.recipe.target.path)
+    tokenizer = template.load_tokenizer(target)
+    family = template.family(target, tokenizer)
+    generate(job, family, behaviour.fingerprint(target, tokenizer))
 
 
-def generate(job: Job, family: Family) -> None:
-    """Raises RecipeError when stored responses were made with something else, DataError when the
+def generate(job: Job, family: Family, tokenizer: Fingerprint | None = None) -> None:
+    """``tokenizer`` is kept beside the responses, for validate to compare.
+
+    Raises RecipeError when stored responses were made with something else, DataError when the
     prompts are not those of prepare, the pilot is not approved or the canary alarms, Busy when the
     budget is not met and prompts are left that may still be answered, and what
     :class:`drafter.workers.Workers` raises."""
@@ -52,11 +59,14 @@ def generate(job: Job, family: Family) -> None:
     rewrite.finish(prepared)
     inputs = plan.inputs("generate", job.dataset, job.workspace, job.recipe)
     template.require_thinking(job.recipe.target, family)
+    made_by = {"tokenizer": tokenizer} if tokenizer else {}
     if job.mode == "adopt":
-        _adopt(job, family, inputs["identity"])
+        _adopt(job, family, inputs["identity"], made_by)
     refuse_other_prompts(prepared, target_identity(job.recipe))
     if job.mode == "restart" and archive_previous(prepared, job.run_id):
         _say(job, f"restart, earlier files are in {prepared.archive(job.run_id)}")
+    if tokenizer:
+        behaviour.refuse_change(prepared, tokenizer)
     refuse_other_identity(prepared, inputs["identity"])
     if job.pilot_rows is None:
         _refuse_unapproved(job, inputs["identity"])
@@ -64,7 +74,7 @@ def generate(job: Job, family: Family) -> None:
     answers = Counter[Kind]()
     try:
         with open_responses(job, family) as responses:
-            asyncio.run(_answer(job, family, responses, inputs["identity"], answers))
+            asyncio.run(_answer(job, family, responses, inputs["identity"], made_by, answers))
     except Tainted as tainted:
         archive = prepared.archive(job.run_id)
         drop_sections(prepared.manifest, ("generate", "validate", approval.SECTION))
@@ -86,7 +96,7 @@ def _refuse_unapproved(job: Job, identity: dict[str, Any]) -> None:
         raise DataError(f"{job.dataset}: {pilot.reason}: {approval.REMEDY}")
 
 
-def _adopt(job: Job, family: Family, identity: dict[str, Any]) -> None:
+def _adopt(job: Job, family: Family, identity: dict[str, Any], made_by: Mapping[str, Any]) -> None:
     """Take over responses that an older run left, once: drafter.adoption."""
     prepared = job.workspace.prepared(job.dataset)
     if not adoption.has_unknown_responses(prepared):
@@ -95,7 +105,7 @@ def _adopt(job: Job, family: Family, identity: dict[str, Any]) -> None:
     stored = adoption.check_responses(prepared, job.recipe, lengths, family)
     counts = {"responses": stored.responses, "completion_tokens": stored.completion_tokens}
     sessions = Sessions(prepared.sessions)
-    sessions.start(job, 0, identity, adopted=counts)
+    sessions.start(job, 0, identity, adopted=counts, **made_by)
     sessions.close()
     _say(job, f"{stored.responses:,} responses adopted, {stored.completion_tokens:,} tokens")
 
@@ -137,6 +147,7 @@ async def _answer(
     family: Family,
     responses: Responses,
     identity: dict[str, Any],
+    made_by: Mapping[str, Any],
     answers: Counter[Kind],
 ) -> None:
     """Send prompts until the budget is met or none is left. No engine is needed for nothing."""
@@ -150,7 +161,7 @@ async def _answer(
         sessions = stack.enter_context(
             contextlib.closing(Sessions(job.workspace.prepared(job.dataset).sessions))
         )
-        sessions.start(job, responses.end, identity, engine=about)
+        sessions.start(job, responses.end, identity, engine=about, **made_by)
         clients = await stack.enter_async_context(
             connected(engine, target, info, recipe.generate, family, job.in_flight, answers)
         )

@@ -46,6 +46,9 @@ class Line(NamedTuple):
     torn: bool
     """The last line, no object and without a newline: never completely written."""
 
+    raw: bytes
+    """Of a line longer than MAX_LINE_BYTES only the end."""
+
 
 def scan(path: Path) -> Iterator[Line]:
     """Every line of ``path``, good or bad; nothing when there is no such file."""
@@ -65,7 +68,7 @@ def scan(path: Path) -> Iterator[Line]:
             else:
                 value, wrong = _parse(raw)
             torn = not isinstance(value, dict) and not raw.endswith(b"\n")
-            yield Line(number, offset, num_bytes, value, wrong, torn)
+            yield Line(number, offset, num_bytes, value, wrong, torn, raw)
             offset += num_bytes
 
 

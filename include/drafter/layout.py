@@ -3,6 +3,7 @@
     <workspace>/
       code/<sha256>/drafter/       deployed copies of this package (see gpu_host.deploy)
       recipe.json  bin/drafter     resolved recipe and launcher of the newest code
+      report.html                  what validate found, over all datasets; made under .report.lock
       prepared/<dataset>/
         .lock                      flock: one writer per dataset (supervisor, CLI, restart)
         prompts.jsonl              sample_id, messages, tools, source {id, row, revision}
@@ -14,6 +15,9 @@
         sessions.jsonl             one line per job start, then (offset, time) marks
         rejected.jsonl             sample_id, reason: rows that validate did not accept
         tokenized_data.jsonl       sample_id, input_ids (prompt then output), prompt_tokens
+        rows.parquet               what validate found, a line per stored row; see drafter.findings
+        summary.csv                counts and histograms over them: dataset, figure, label, value
+        report.html                the same for people, with a sample decoded for reading
         manifest.json              sections prepare, pilot (see drafter.approval), generate,
                                    validate
         *.torn                     last lines that a kill tore, set aside before the next append
@@ -99,6 +103,18 @@ class Prepared:
     @property
     def tokenized(self) -> Path:
         return self.root / "tokenized_data.jsonl"
+
+    @property
+    def findings(self) -> Path:
+        return self.root / "rows.parquet"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.csv"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
 
     @property
     def manifest(self) -> Path:
@@ -218,6 +234,15 @@ class Workspace:
     @property
     def launcher(self) -> Path:
         return self.root / "bin" / "drafter"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def report_lock(self) -> Path:
+        """Held from the reading of rows.parquet to the writing of the pages made of it."""
+        return self.root / ".report.lock"
 
     def code(self, sha256: str) -> Path:
         return self.root / "code" / sha256
@@ -361,13 +386,14 @@ def digest(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def locked(lock: Path) -> Iterator[None]:
-    """Hold ``lock`` for the block. Raises Busy at once when somebody else holds it."""
+def locked(lock: Path, wait: bool = False) -> Iterator[None]:
+    """Hold ``lock`` for the block. Raises Busy at once when somebody else holds it; ``wait`` is for
+    locks that nobody holds for more than seconds."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise Busy(f"{lock} is held by another job: wait for it, or stop it first") from None
         yield

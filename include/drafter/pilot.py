@@ -13,11 +13,14 @@ from typing import Any
 
 from drafter import discard, jsonl, template
 from drafter.approval import Pending
+from drafter.kinds import reason_class
 from drafter.layout import Prepared, file_record
 from drafter.recipe import Recipe
 from drafter.responses import count_failures
-from drafter.rows import Family, check_row, reason_class, reasoning, verdict
-from drafter.show import ELIDED_AT, Choice, Reader, find, render
+from drafter.rows import Family, read_row
+from drafter.samples import Choice, find
+from drafter.show import ELIDED_AT, Reader, render
+from drafter.structure import look
 from drafter.terminal import elide, one_line, painter
 
 SHOWN_MESSAGES = 4
@@ -56,20 +59,21 @@ def figures(rows: Iterable[Row], family: Family, thinking: bool) -> tuple[dict[s
     tokens = longest = num_tool_calls = 0
     judged: Judged = []
     for row in rows:
-        fault = check_row(row, family, None)
-        judgement, kind = (
-            ("broken", reason_class(fault)) if fault else verdict(row, family, thinking)
-        )
-        judged.append((str(row.get("sample_id")), judgement == "sound"))
-        verdicts[judgement] += 1
-        if judgement != "sound":
-            faults[kind] += 1
-        if fault:
+        marked = read_row(row, family, None)
+        if isinstance(marked, str):
+            judged.append((str(row.get("sample_id")), False))
+            verdicts["broken"] += 1
+            faults[reason_class(marked)] += 1
             continue
+        shape = look(marked, family, thinking, row["finish_reason"] == "length")
+        judged.append((row["sample_id"], shape.verdict == "sound"))
+        verdicts[shape.verdict] += 1
+        if shape.verdict != "sound":
+            faults[shape.kind] += 1
         if thinking:
-            thoughts[reasoning(row["output_ids"], family)] += 1
+            thoughts[shape.reasoning] += 1
         finishes[row["finish_reason"]] += 1
-        num_tool_calls += not family.tool_begin.isdisjoint(row["output_ids"])
+        num_tool_calls += not family.tool_begin.isdisjoint(marked.tokens)
         tokens += row["completion_tokens"]
         longest = max(longest, row["completion_tokens"])
     return {

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from drafter import approval, source_files
 from drafter.errors import DataError, RecipeError
-from drafter.identity import generation_identity, target_identity
+from drafter.identity import generation_identity, target_identity, tokenizer_software
 from drafter.layout import ALL, Prepared, Workspace, digest, file_record, read_json, read_section
 from drafter.recipe import Recipe
 
@@ -134,13 +134,16 @@ def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> di
     if phase == "validate":
         if not prepared.responses.exists():
             raise DataError(f"{dataset} has no responses yet: run generate first")
+        prompts = _finished(prepared.manifest, "prepare")["files"]
         return {
-            "responses": _current_record(prepared.responses, prepared.manifest, "generate"),
-            "prompt_ids": _finished(prepared.manifest, "prepare")["files"][
-                prepared.prompt_ids.name
-            ],
-            "rules": recipe.validate_.model_dump(mode="json"),
+            "responses": file_record(prepared.responses),
+            "prompt_ids": prompts[prepared.prompt_ids.name],
+            # For the tools that they declare.
+            "prompts": prompts.get(prepared.prompts.name),
+            # How many rows a person reads decides nothing about them.
+            "rules": recipe.validate_.model_dump(mode="json", exclude={"audit_rows"}),
             "target": target_identity(recipe),
+            "software": tokenizer_software(),
         }
     if phase == "extract":
         return {
@@ -282,8 +285,8 @@ def changed_files(phase: str, dataset: str, workspace: Workspace, recipe: Recipe
             return False
         return phase != "validate" or file_record(path) == record
 
-    records = section.get("files", {}).items()
-    return [name for name, record in records if not is_as_left(root / name, record)]
+    records = {**section.get("files", {}), **section.get("report", {})}
+    return [name for name, record in records.items() if not is_as_left(root / name, record)]
 
 
 def _shortfall(
@@ -328,14 +331,6 @@ def _evaluation(path: Path) -> Any:
     if not path.exists():
         raise DataError(f"{path.stem} is not evaluated yet: run evaluate first")
     return read_json(path)
-
-
-def _current_record(path: Path, manifest: Path, section: str) -> dict[str, Any]:
-    """{bytes, sha256} of ``path``: the manifest's when the size still fits, else hashed anew."""
-    known = (read_section(manifest, section) or {}).get("files", {}).get(path.name)
-    if known and known["bytes"] == path.stat().st_size:
-        return dict(known)
-    return file_record(path)
 
 
 def _prepared_together(workspace: Workspace, recipe: Recipe) -> dict[str, Any] | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from drafter.kinds import KINDS, SOUND, Kind, Policy
 
 SourceFormat = Literal[
     "glaive",
@@ -24,6 +26,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 EngineCommand = (
     Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(min_length=1)]
 )
+Share = Annotated[float, Field(ge=0, le=1)]
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")]
 
 
@@ -188,12 +191,57 @@ class Pilot(Section):
     """Decoded answers that the question shows."""
 
 
-class Validate(Section):
-    max_rejected_share: float = Field(default=0.2, ge=0, le=1)
-    """Above it the dataset fails instead of training on what is left."""
+class Repetition(Section):
+    """From when on an answer that goes round in a loop counts as one."""
 
-    accept_truncated: bool = True
-    """Keep rows that ended by length once their thinking is closed."""
+    min_share: float = Field(default=0.25, gt=0, le=1)
+    """Of the answer that the loop covers, three rounds at least."""
+
+    min_tokens: int = Field(default=96, ge=24)
+    """Shorter loops are tables and laughter."""
+
+
+class Validate(Section):
+    """What becomes of rows by class; drafter.kinds names the classes and says what they mean."""
+
+    policy: dict[Kind, Policy] = Field(default={}, validate_default=True)
+    """What becomes of a class of rows, where it is not the default: "accept", "flag" (accepted, and
+    counted) or "reject"."""
+
+    cap: dict[Kind, Share] = Field(default={}, validate_default=True)
+    """Share of stored rows that a class may have, where it is not the default (one row may be of
+    any class, unless its cap is 0). Above it the phase fails with the numbers."""
+
+    max_rejected_share: Share = 0.2
+    """The same for all rejected rows together."""
+
+    repetition: Repetition = Repetition()
+
+    audit_rows: int = Field(default=24, ge=0, le=1000)
+    """Rows per dataset that the report decodes for reading."""
+
+    @field_validator("policy")
+    @classmethod
+    def _every_policy(cls, policy: dict[Kind, Policy]) -> dict[Kind, Policy]:
+        """The resolved recipe says all of them: a changed default is a changed rule."""
+        defaults = {kind: about.policy for kind, about in KINDS.items() if about.policy}
+        if fixed := policy.keys() - defaults:
+            raise ValueError(f"nothing can be chosen for {', '.join(sorted(fixed))}: leave it out")
+        return {**defaults, **policy}
+
+    @field_validator("cap")
+    @classmethod
+    def _every_cap(cls, cap: dict[Kind, float]) -> dict[Kind, float]:
+        return {**{kind: about.cap for kind, about in KINDS.items()}, **cap}
+
+    def policy_of(self, kind: Kind) -> Policy:
+        """Of any class: those without a choice are sound, or never accepted."""
+        return self.policy.get(kind, "accept" if kind in SOUND else "reject")
+
+    def cap_of(self, kind: Kind) -> float | None:
+        """None when every row may be of this class."""
+        cap = self.cap[kind]
+        return cap if cap < 1 else None
 
 
 class Extract(Section):

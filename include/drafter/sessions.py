@@ -3,7 +3,7 @@
 ``sessions.jsonl`` gets one line per job start::
 
     time, offset (of raw_responses.jsonl), start_id, run_id, code, identity, engine {kind, urls,
-    context, model, model_info, down}
+    context, model, model_info, down}, tokenizer {files, behaviour, software}
 
 and then a mark ``{time, offset}`` each minute, so that rows can be traced to a session or a time.
 Rows that an older run left and this project took over (drafter.adoption) are a session too, with

@@ -29,6 +29,8 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 _PROBE, _ARGUMENT = "probe", "value"
 _THOUGHT = re.compile(rf"(\s*{THINK_OPEN})(.*?)({THINK_CLOSE})(.*)", re.DOTALL)
+PROBE_CALL = (_PROBE, {"x": _ARGUMENT})
+"""Name and arguments of what :func:`called` renders."""
 
 
 def load_tokenizer(target: Path) -> Any:
@@ -68,27 +70,25 @@ def render(tokenizer: Any, prompt: Prompt, thinking: bool) -> list[int]:
     rendered = _apply(tokenizer, marked, thinking, tokenize=False)
     # A template that writes tools as JSON may have escaped it.
     pieces = re.split(f"{cut}|\\\\u{ord(cut):04x}", rendered)
-    return [i for piece in pieces for i in _encode(tokenizer, piece)]
+    return [i for piece in pieces for i in encode(tokenizer, piece)]
 
 
-def family(target: Path) -> Family:
+def family(target: Path, tokenizer: Any = None) -> Family:
     """The control tokens of a model, read from its tokenizer, template and configs."""
-    tokenizer = load_tokenizer(target)
+    tokenizer = tokenizer or load_tokenizer(target)
     controls = control_tokens(tokenizer)
     config = read_json(target / "config.json")
     generation = target / "generation_config.json"
     user = {"role": "user", "content": "?"}
     said = _history(tokenizer, [user, {"role": "assistant", "content": _PROBE}])
-    called = _called(tokenizer, user)
+    call = called(tokenizer)
     in_text = _control_pattern(tokenizer).findall
     after_answer = in_text(said.rpartition(_PROBE)[2])[:1]
     thinks = THINK_CLOSE in controls and THINK_CLOSE in _template(tokenizer)
-    markup = {token for token in in_text(called) if token not in (THINK_OPEN, THINK_CLOSE)}
+    markup = {token for token in in_text(call) if token not in (THINK_OPEN, THINK_CLOSE)}
     markup -= set(in_text(said))
-    before_name = set(in_text(called.partition(_PROBE)[0]))
-    after_call = {
-        controls[token] for token in markup & set(in_text(called.rpartition(_ARGUMENT)[2]))
-    }
+    before_name = set(in_text(call.partition(_PROBE)[0]))
+    after_call = {controls[token] for token in markup & set(in_text(call.rpartition(_ARGUMENT)[2]))}
     eos = [
         *_as_list(config.get("eos_token_id")),
         *_as_list(config.get("text_config", {}).get("eos_token_id")),
@@ -96,18 +96,27 @@ def family(target: Path) -> Family:
         *_as_list(tokenizer.eos_token_id),
     ]
     begin = frozenset(controls[token] for token in markup & before_name)
+    tool_ids = frozenset(controls[token] for token in markup)
     stop = frozenset([*eos, *(controls[token] for token in after_answer)])
+    text = _template(tokenizer)
+    # Some vocabularies hold words as added tokens (Gemma's have HTML tags): those are text.
+    ordinary = {
+        i
+        for i, token in tokenizer.added_tokens_decoder.items()
+        if not token.special and str(token) not in text
+    }
     return Family(
         think_open=controls.get(THINK_OPEN) if thinks else None,
         think_close=controls[THINK_CLOSE] if thinks else None,
         prefilled=thinks and _ends_in_thinking(tokenizer, user),
         tool_begin=begin,
-        tool_ids=frozenset(controls[token] for token in markup),
+        tool_ids=tool_ids,
         stop_ids=stop,
         vocab_size=config.get("vocab_size") or config["text_config"]["vocab_size"],
         blank_ids=_blank_ids(tokenizer),
         # An id that also begins calls, or whose place another stop id may take, says nothing.
         tool_end=frozenset() if after_call & stop else frozenset(after_call - begin),
+        other_controls=frozenset({*controls.values()} - ordinary - tool_ids - stop),
     )
 
 
@@ -211,10 +220,16 @@ def _apply(tokenizer: Any, prompt: Prompt, thinking: bool, tokenize: bool) -> An
         raise DataError(f"the target's template refuses the prompt: {error}") from None
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: Any, text: str) -> list[int]:
     """As ``apply_chat_template`` encodes what it has rendered."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    """Text of ``ids`` to be looked at, control tokens included; never to be encoded again."""
+    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
 
 
 def _template(tokenizer: Any) -> str:
@@ -227,18 +242,20 @@ def _history(tokenizer: Any, messages: list[Message]) -> str:
     return text
 
 
-def _called(tokenizer: Any, user: Message) -> str:
-    """A rendered tool call; empty when the template knows none."""
+def called(tokenizer: Any, num_calls: int = 1) -> str:
+    """Rendered calls of PROBE_CALL in one message; empty when the template knows none."""
     from jinja2 import TemplateError
 
     spellings: tuple[str | dict[str, Any], ...] = (f'{{"x": "{_ARGUMENT}"}}', {"x": _ARGUMENT})
     for arguments in spellings:
         function = {"name": _PROBE, "arguments": arguments}
-        calls = [{"id": f"functions.{_PROBE}:0", "type": "function", "function": function}]
+        calls = [
+            {"id": f"functions.{_PROBE}:{i}", "type": "function", "function": function}
+            for i in range(num_calls)
+        ]
+        said = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
-            text = _history(
-                tokenizer, [user, {"role": "assistant", "content": "", "tool_calls": calls}]
-            )
+            text = _history(tokenizer, [{"role": "user", "content": "?"}, said])
         except (TemplateError, TypeError):
             continue
         return text if _PROBE in text else ""

@@ -3,129 +3,115 @@
 Reads ``raw_responses.jsonl`` against ``prompt_ids.jsonl`` and writes, whole, what may be trained on
 (``tokenized_data.jsonl``: prompt ids followed by output ids, never decoded) and what may not
 (``rejected.jsonl``, with a reason). Accepted + rejected = stored, or the phase fails. The same
-inputs give the same bytes.
+inputs give the same bytes, and while inputs, rules and what was written are unchanged nothing is
+done at all. What a row is, decides drafter.gate; the report hears of each row as it is read.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
-from drafter import plan, rewrite, template
+from drafter import behaviour, jsonl, plan, rewrite, template, toolcalls
+from drafter.declared import Tools
 from drafter.errors import DataError
+from drafter.facts import Collector, Facts, Outcome
+from drafter.gate import Gate
 from drafter.identity import target_identity
 from drafter.job import Job
-from drafter.jsonl import Line, damage, row_at, rows, scan
+from drafter.kinds import Kind, reason_class
 from drafter.layout import (
     Prepared,
     drop_sections,
     file_record,
+    read_section,
     whole_file,
     write_section,
 )
-from drafter.rows import Family, check_row, reason_class, verdict
+from drafter.rows import Family
 from drafter.sections import Validate
 from drafter.sessions import refuse_other_identity, refuse_other_prompts
+from drafter.tokenized import Prompts
+from drafter.toolcalls import Judge
 
 REPORT_S = 1.0
 
+NAMED = 20
+"""Damaged lines that are named; the rest is a count."""
+
 
 def run(job: Job) -> None:
-    validate(job, template.family(Path(job.recipe.target.path)))
-
-
-def validate(job: Job, family: Family) -> None:
-    """Raises RecipeError when prompts or responses are not of the recipe's target, DataError when
-    the file is damaged or too much of it is rejected; in the latter case both files are written all
-    the same, the manifest is not."""
+    """Raises what :func:`validate` raises."""
     prepared = job.workspace.prepared(job.dataset)
     rewrite.finish(prepared)
+    if done := _done(job, prepared):
+        _tell(job, prepared, done["counts"], changed=False)
+        return
+    from drafter.report import Report
+
+    target = Path(job.recipe.target.path)
+    tokenizer = template.load_tokenizer(target)
+    family = template.family(target, tokenizer)
+    template.require_thinking(job.recipe.target, family)
+    behaviour.refuse_change(prepared, behaviour.fingerprint(target, tokenizer))
+    spelling = toolcalls.learn(tokenizer, family)
+    judge = Judge(family, spelling, lambda ids: template.decode(tokenizer, ids))
+    validate(job, family, judge, Report(job, prepared, tokenizer, family))
+
+
+def _done(job: Job, prepared: Prepared) -> dict[str, Any] | None:
+    """The section of an earlier validation of the same bytes by the same rules, if what it wrote
+    is there; neither tokenizer nor torch is loaded to find out."""
+    section = read_section(prepared.manifest, "validate")
+    if section is None:
+        return None
+    same = section["inputs"] == plan.inputs("validate", job.dataset, job.workspace, job.recipe)
+    spoilt = plan.changed_files("validate", job.dataset, job.workspace, job.recipe)
+    return section if same and not spoilt else None
+
+
+def validate(job: Job, family: Family, judge: Judge, collector: Collector) -> None:
+    """Raises RecipeError when prompts or responses are not of the recipe's target, DataError when
+    a file is damaged or a class of rows has more than its share; in the latter case all files are
+    written all the same, the manifest is not."""
+    prepared = job.workspace.prepared(job.dataset)
     rules = job.recipe.validate_
     inputs = plan.inputs("validate", job.dataset, job.workspace, job.recipe)
     target = target_identity(job.recipe)
     refuse_other_prompts(prepared, target)
     refuse_other_identity(prepared, target)
-    gate = Gate(family, rules, job.recipe.target.thinking, index_prompts(prepared.prompt_ids))
-    count = _write(job, prepared, gate)
+    tools = Tools(prepared.prompts)
+    with Prompts(prepared.prompt_ids) as prompts:
+        gate = Gate(family, rules, job.recipe.target.thinking, prompts, tools, judge)
+        count = _write(job, prepared, gate, collector)
+    damaged = [*count.damaged, *tools.damaged, *_altered(prepared, inputs["responses"])]
+    breaches = tuple(_breaches(rules, count))
+    outcome = Outcome(job.dataset, count.as_json(), breaches, tuple(map(str, damaged)))
+    made = collector.finish(outcome)
     try:
-        _check(job.dataset, prepared, rules, count)
+        _check(prepared, outcome, inputs["responses"]["bytes"], count.num_bytes)
     except DataError:
         # What an earlier, successful validation said no longer describes the files.
         drop_sections(prepared.manifest, ("validate",))
         raise
     section = {
         "inputs": inputs,
-        "counts": count.as_json(),
-        "files": {path.name: file_record(path) for path in (prepared.tokenized, prepared.rejected)},
+        "counts": outcome.counts,
+        "files": _records((prepared.tokenized, prepared.rejected)),
+        "report": _records(made),
     }
     changed = write_section(prepared.manifest, "validate", section)
-    line = _story(count)
-    job.report(**count.as_json(), done=True, changed=changed, line=line)
-    print(f"{job.dataset}: {line}", flush=True)
-    for reason, number in count.by_reason.most_common():
-        print(f"{job.dataset}:   {number:,} {reason}", flush=True)
+    _tell(job, prepared, outcome.counts, changed)
 
 
-class StoredPrompt(NamedTuple):
-    """Where a prompt's ids are and how many there are: the ids of a whole dataset fill memory."""
-
-    offset: int
-    num_tokens: int
-
-
-def index_prompts(prompt_ids: Path) -> dict[str, StoredPrompt]:
-    """sample_id -> where its prompt is. DataError when the file is missing or damaged."""
-    if not prompt_ids.exists():
-        raise DataError(f"{prompt_ids} is missing: run prepare first")
-    return {
-        line.value["sample_id"]: StoredPrompt(line.offset, len(line.value["input_ids"]))
-        for line in rows(prompt_ids)
-    }
-
-
-@dataclass
-class Gate:
-    """Decides row by row, in file order: pure but for what it has accepted so far."""
-
-    family: Family
-    rules: Validate
-    thinking: bool
-    prompts: dict[str, StoredPrompt]
-    accepted: set[str] = field(default_factory=set)
-
-    def reject(self, line: Line) -> str | None:
-        """Why the row is not accepted; None when it is."""
-        if line.torn:
-            return "torn last line"
-        if line.fault:
-            return f"damaged line: line {line.number}, {line.fault}"
-        row, sample_id = line.value, _sample_id(line.value)
-        prompt = self.prompts.get(sample_id) if sample_id else None
-        reason = check_row(row, self.family, prompt.num_tokens if prompt else None)
-        if reason is None and prompt is None:
-            reason = "unknown sample_id"
-        if reason is None and sample_id in self.accepted:
-            reason = "duplicate"
-        reason = reason or self._judge_content(row)
-        if reason is None:
-            self.accepted.add(row["sample_id"])
-        return reason
-
-    def _judge_content(self, row: dict[str, Any]) -> str | None:
-        cut = row["finish_reason"] == "length"
-        if cut and not self.rules.accept_truncated:
-            return "cut by length"
-        judged, kind = verdict(row, self.family, self.thinking)
-        if cut and kind in ("closed", "not thinking", "no answer"):
-            return None
-        if cut and kind == "tool in thinking":
-            return "cut by length in a tool call"
-        return None if judged == "sound" else kind
+def _records(paths: Iterable[Path]) -> dict[str, Any]:
+    return {path.name: file_record(path) for path in paths}
 
 
 @dataclass
@@ -134,54 +120,66 @@ class Count:
 
     stored: int = 0
     accepted: int = 0
+    flagged: int = 0
+    """Accepted ones."""
     rejected: int = 0
     tokens: int = 0
     """Prompt and response, of accepted rows."""
     response_tokens: int = 0
     by_reason: Counter[str] = field(default_factory=Counter)
+    """Of rejected rows, the deciding class of each."""
+    by_kind: Counter[Kind] = field(default_factory=Counter)
+    """Of all rows, each of their classes."""
+    num_bytes: int = 0
     damaged: list[DataError] = field(default_factory=list)
+    """The first NAMED of them."""
 
-    def accept(self, tokenized: dict[str, Any]) -> None:
+    def add(self, facts: Facts) -> None:
+        self.stored += 1
+        for kind in facts.kinds:
+            self.by_kind[kind] += 1
+        if facts.verdict == "rejected":
+            self.rejected += 1
+            self.by_reason[reason_class(facts.reason)] += 1
+            return
         self.accepted += 1
-        self.tokens += len(tokenized["input_ids"])
-        self.response_tokens += len(tokenized["input_ids"]) - tokenized["prompt_tokens"]
-
-    def reject(self, reason: str) -> None:
-        self.rejected += 1
-        self.by_reason[reason_class(reason)] += 1
+        self.flagged += facts.verdict == "flagged"
+        self.tokens += facts.prompt_tokens + facts.completion_tokens
+        self.response_tokens += facts.completion_tokens
 
     def as_json(self) -> dict[str, Any]:
         return {
             "stored": self.stored,
             "accepted": self.accepted,
+            "flagged": self.flagged,
             "rejected": self.rejected,
             "tokens": self.tokens,
             "response_tokens": self.response_tokens,
             "by_reason": dict(sorted(self.by_reason.items())),
+            "by_kind": dict(sorted(self.by_kind.items())),
         }
 
 
-def _write(job: Job, prepared: Prepared, gate: Gate) -> Count:
+def _write(job: Job, prepared: Prepared, gate: Gate, collector: Collector) -> Count:
     """Both files, whole; every line of the responses goes to one of them."""
     count, reported = Count(), time.monotonic()
     with (
         whole_file(prepared.tokenized) as tokenized_partial,
         whole_file(prepared.rejected) as rejected_partial,
-        open(tokenized_partial, "wb") as tokenized,
+        open(tokenized_partial, "wb", buffering=1 << 20) as tokenized,
         open(rejected_partial, "wb") as rejected,
     ):
-        for line in scan(prepared.responses):
-            count.stored += 1
-            reason = gate.reject(line)
-            if reason is None:
-                row = _tokenized(line.value, gate.prompts, prepared.prompt_ids)
-                count.accept(row)
-                tokenized.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+        for line in jsonl.scan(prepared.responses):
+            facts, ids, row = gate.look(line)
+            count.add(facts)
+            count.num_bytes += line.num_bytes
+            collector.add(facts, ids)
+            if row is not None:
+                tokenized.write(row)
             else:
-                count.reject(reason)
-                if not line.torn and not isinstance(line.value, dict):
-                    count.damaged.append(damage(prepared.responses, line))
-                refused = {"sample_id": _sample_id(line.value), "reason": reason}
+                if facts.kinds == ("damaged line",) and len(count.damaged) < NAMED:
+                    count.damaged.append(jsonl.damage(prepared.responses, line))
+                refused = {"sample_id": facts.sample_id, "reason": facts.reason}
                 rejected.write(orjson.dumps(refused, option=orjson.OPT_APPEND_NEWLINE))
             if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
@@ -189,45 +187,60 @@ def _write(job: Job, prepared: Prepared, gate: Gate) -> Count:
     return count
 
 
-def _tokenized(
-    row: dict[str, Any], prompts: dict[str, StoredPrompt], prompt_ids: Path
-) -> dict[str, Any]:
-    prompt: list[int] = row_at(prompt_ids, prompts[row["sample_id"]].offset)["input_ids"]
-    return {
-        "sample_id": row["sample_id"],
-        "input_ids": prompt + row["output_ids"],
-        "prompt_tokens": len(prompt),
-    }
-
-
-def _sample_id(row: object) -> str | None:
-    sample_id = row.get("sample_id") if isinstance(row, dict) else None
-    return sample_id if isinstance(sample_id, str) else None
-
-
-def _check(dataset: str, prepared: Prepared, rules: Validate, count: Count) -> None:
-    written = plan.count_lines(prepared.tokenized) + plan.count_lines(prepared.rejected)
-    if not count.accepted + count.rejected == count.stored == written:
-        raise DataError(
-            f"{dataset}: {count.accepted} accepted + {count.rejected} rejected, {written} written,"
-            f" but {count.stored} stored: a writer is at work, stop it and validate again"
+def _altered(prepared: Prepared, now: dict[str, Any]) -> Iterable[DataError]:
+    """A file of the size that generate left, and not of its bytes: whatever its rows look like."""
+    section = read_section(prepared.manifest, "generate") or {}
+    left = section.get("files", {}).get(prepared.responses.name, now)
+    if left["bytes"] == now["bytes"] and left != now:
+        yield DataError(
+            f"{prepared.responses} has the size and not the bytes that generate left: restore it"
+            " from a copy, or `drafter restart` the dataset"
         )
-    if count.damaged:
-        more = f" ({len(count.damaged) - 1} more such lines)" if count.damaged[1:] else ""
-        raise DataError(f"{dataset}: {count.damaged[0]}{more}")
+
+
+def _breaches(rules: Validate, count: Count) -> Iterable[str]:
+    def share(number: int, what: str, most: float) -> str:
+        return f"{number} of {count.stored} rows {what}, at most {most:.0%} may be"
+
     if count.rejected > rules.max_rejected_share * count.stored:
         reasons = ", ".join(
             f"{number} {reason}" for reason, number in count.by_reason.most_common()
         )
+        yield share(count.rejected, f"rejected ({reasons})", rules.max_rejected_share)
+    for kind, number in count.by_kind.most_common():
+        # One row is no share, unless there must be none.
+        if number > max(rules.cap[kind] * count.stored, rules.cap[kind] > 0):
+            yield share(number, f"are of class {kind!r}", rules.cap[kind])
+
+
+def _check(prepared: Prepared, outcome: Outcome, num_bytes: int, num_read: int) -> None:
+    dataset, counts = outcome.dataset, outcome.counts
+    written = plan.count_lines(prepared.tokenized) + plan.count_lines(prepared.rejected)
+    if (
+        not counts["accepted"] + counts["rejected"] == counts["stored"] == written
+        or num_bytes != num_read
+    ):
         raise DataError(
-            f"{dataset}: {count.rejected} of {count.stored} rows rejected ({reasons}), at most"
-            f" {rules.max_rejected_share:.0%} may be: read {prepared.rejected}, then mend and"
-            " generate anew, or raise validate.max_rejected_share"
+            f"{dataset}: {counts['accepted']} accepted + {counts['rejected']} rejected, {written}"
+            f" written, but {counts['stored']} stored in {num_read} of {num_bytes} bytes: a writer"
+            " is at work, stop it and validate again"
+        )
+    if outcome.damaged:
+        more = max(counts["by_kind"].get("damaged line", 0), len(outcome.damaged)) - 1
+        told = f" ({more} more such lines)" if more else ""
+        raise DataError(f"{dataset}: {outcome.damaged[0]}{told}")
+    if outcome.breaches:
+        raise DataError(
+            f"{dataset}: {'; '.join(outcome.breaches)}: read {prepared.rejected}, then mend and"
+            " generate anew, or raise validate.max_rejected_share or validate.cap"
         )
 
 
-def _story(count: Count) -> str:
-    return (
-        f"{count.accepted:,} of {count.stored:,} rows accepted, {count.rejected:,} rejected,"
-        f" {count.tokens:,} tokens, {count.response_tokens:,} of them responses"
+def _tell(job: Job, prepared: Prepared, counts: dict[str, Any], changed: bool) -> None:
+    line = (
+        f"{counts['accepted']:,} of {counts['stored']:,} rows accepted, {counts['flagged']:,} of"
+        f" them flagged, {counts['rejected']:,} rejected, {counts['tokens']:,} tokens,"
+        f" {counts['response_tokens']:,} of them responses{'' if changed else ', as before'}"
     )
+    job.report(**counts, done=True, changed=changed, line=line, report=str(prepared.report))
+    print(f"{job.dataset}: {line}", flush=True)

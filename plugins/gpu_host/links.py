@@ -1,4 +1,5 @@
-"""A button on a dataset's task that leads to what it left: numbers and, of generate, samples."""
+"""A button on a dataset's task that leads to what it left: numbers and, of generate, samples; of
+validate, where on the GPU host the report's page lies."""
 
 from __future__ import annotations
 

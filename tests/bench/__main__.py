@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from itertools import chain
 
-from bench import budget, generation, jobs, prepare
+from bench import budget, generation, jobs, prepare, validation
 
 BENCHMARKS = {
     "job-start": jobs.job_start,
@@ -20,6 +20,10 @@ BENCHMARKS = {
     "generate-memory": generation.generate_memory,
     "prepare-rate": prepare.prepare_rate,
     "prepare-memory": prepare.prepare_memory,
+    "validate-rows": validation.rows,
+    "validate-phase": validation.phase,
+    "validate-memory": validation.memory,
+    "validate-rerun": validation.rerun,
     "budget": budget.overshoot_mean,
     "budget-max": budget.overshoot_max,
     "budget-kills": budget.overshoot_after_kills,

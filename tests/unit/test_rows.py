@@ -1,24 +1,16 @@
-"""What a valid row is, and what its reasoning looks like."""
+"""What a valid row is: fields, types, values, counts."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.fake_engine import BLANK, CLOSE, FAMILY, OPEN, STOP, TEXT, TOOL, TOOL_END, VOCAB
+from unit.fake_engine import CLOSE, FAMILY, STOP, TEXT, TOOL, VOCAB
 
-from drafter.rows import (
-    Family,
-    answered,
-    check_row,
-    reason_class,
-    reasoning,
-    tool_call_open,
-    verdict,
-)
+from drafter.kinds import reason_class
+from drafter.rows import Marked, check_row, mark
 
 GOOD: dict[str, Any] = {
     "sample_id": "B1-0",
@@ -109,106 +101,34 @@ def test_random_damage_is_never_accepted_and_never_crashes(key: str, value: Any)
     assert (check_row({**GOOD, key: value}, FAMILY, 7) is None) == bool(harmless or same)
 
 
-OPENED = replace(FAMILY, prefilled=False)
-REASONING: list[tuple[Family, list[int], str]] = [
-    (FAMILY, [TEXT, CLOSE, TEXT, STOP], "closed"),
-    (FAMILY, [TEXT, CLOSE], "closed"),
-    (FAMILY, [TEXT, CLOSE, TEXT, CLOSE, STOP], "closed"),
-    (FAMILY, [TEXT, CLOSE, TOOL, TEXT, STOP], "closed"),
-    (FAMILY, [TEXT, TOOL, TEXT, STOP], "tool in thinking"),
-    (FAMILY, [TEXT, TOOL, TEXT, CLOSE, STOP], "tool in thinking"),
-    (FAMILY, [TEXT, TEXT], "truncated in thinking"),
-    (FAMILY, [TEXT, TEXT, STOP], "unclosed"),
-    (FAMILY, [STOP], "unclosed"),
-    (FAMILY, [CLOSE, TEXT, STOP], "empty thinking"),
-    (FAMILY, [BLANK, CLOSE, TEXT, STOP], "empty thinking"),
-    (FAMILY, [BLANK, TOOL, TEXT, STOP], "empty thinking"),
-    (FAMILY, [OPEN, BLANK, CLOSE, TEXT, STOP], "empty thinking"),
-    (FAMILY, [OPEN, TEXT, CLOSE, TEXT, STOP], "closed"),
-    (OPENED, [OPEN, TEXT, CLOSE, TEXT, STOP], "closed"),
-    (OPENED, [OPEN, CLOSE, TEXT, STOP], "empty thinking"),
-    (OPENED, [OPEN, TEXT], "truncated in thinking"),
-    (OPENED, [TEXT, CLOSE, TEXT, STOP], "unclosed"),
-    (OPENED, [TEXT, STOP], "unclosed"),
-    (replace(FAMILY, tool_begin=frozenset()), [TEXT, TOOL, TEXT, STOP], "unclosed"),
-]
-
-
-@pytest.mark.parametrize(("family", "output_ids", "kind"), REASONING)
-def test_reasoning_is_classified(family: Family, output_ids: list[int], kind: str) -> None:
-    assert reasoning(output_ids, family) == kind
+def test_control_ids_are_found_where_they_are_and_words_are_not() -> None:
+    marked = mark([TEXT, CLOSE, TEXT, TOOL, VOCAB - 1, STOP], FAMILY)
+    assert isinstance(marked, Marked)
+    assert (marked.at, marked.tokens) == ([1, 3, 5], [CLOSE, TOOL, STOP])
+    assert marked.ids.tolist() == [TEXT, CLOSE, TEXT, TOOL, VOCAB - 1, STOP]
 
 
 @pytest.mark.parametrize(
-    ("ids", "wanted"),
+    ("output_ids", "names"),
     [
-        ([CLOSE, TEXT, STOP], True),
-        ([CLOSE, TOOL, STOP], True),
-        ([TOOL, STOP], True),
-        ([CLOSE, STOP], False),
-        ([CLOSE, BLANK, STOP], False),
-        ([], False),
+        ([TEXT, -7, STOP], "-7, needs 0..999"),
+        ([TEXT, VOCAB, -7], f"{VOCAB}, needs"),
+        ([TEXT, 2**32 + TEXT, STOP], f"{2**32 + TEXT}, needs"),
+        ([TEXT, 2**64 - 1, STOP], f"{2**64 - 1}, needs"),
+        ([TEXT, 1e300, STOP], "1e+300 is float"),
+        ([TEXT, False, STOP], "False is bool"),
+        ([0, TEXT, 1, True, STOP], "True is bool"),
+        ([True, VOCAB], "True is bool"),
+        ([[TEXT, STOP]], "[10, 5] is list"),
     ],
 )
-def test_an_answer_is_more_than_blank_and_stop(ids: list[int], wanted: bool) -> None:
-    assert answered(ids, FAMILY) is wanted
+def test_the_first_id_that_is_none_is_named(output_ids: list[Any], names: str) -> None:
+    assert names in str(mark(output_ids, FAMILY))
 
 
-@pytest.mark.parametrize(
-    ("output_ids", "wanted"),
-    [
-        ([TEXT, STOP], False),
-        ([TEXT, TOOL_END, STOP], False),
-        ([TEXT, TOOL, TEXT, STOP], True),
-        ([TEXT, TOOL, TEXT, TOOL_END, STOP], False),
-        ([TEXT, TOOL, TOOL, TEXT, TOOL_END, TEXT, TOOL_END, STOP], False),
-        ([TEXT, TOOL, TEXT, TOOL_END, TOOL, TEXT, STOP], True),
-        ([TEXT, TOOL_END, TOOL, STOP], True),
-    ],
-)
-def test_a_tool_call_is_closed_by_an_end_behind_its_begin(
-    output_ids: list[int], wanted: bool
-) -> None:
-    assert tool_call_open(output_ids, FAMILY) is wanted
-    # Nobody can tell where the family has no end, or none but the end of the answer.
-    assert not tool_call_open(output_ids, replace(FAMILY, tool_end=frozenset()))
-    assert not tool_call_open(output_ids, replace(FAMILY, tool_begin=frozenset()))
-
-
-VERDICTS: list[tuple[bool, list[int], str, tuple[str, str]]] = [
-    (True, [TEXT, CLOSE, TEXT, STOP], "stop", ("sound", "closed")),
-    (True, [TEXT, TOOL, TEXT, TOOL_END, STOP], "stop", ("sound", "tool in thinking")),
-    (True, [TEXT, CLOSE, TOOL, TEXT, TOOL_END, STOP], "stop", ("sound", "closed")),
-    (True, [TEXT, CLOSE, TEXT], "length", ("sound", "closed")),
-    (True, [TEXT, CLOSE, TOOL, TEXT], "length", ("sound", "closed")),
-    (True, [TEXT, TOOL, TEXT], "length", ("sound", "tool in thinking")),
-    (True, [TEXT, TEXT], "length", ("cut", "truncated in thinking")),
-    (True, [TEXT, CLOSE], "length", ("cut", "no answer")),
-    (True, [TEXT, CLOSE, STOP], "stop", ("broken", "no answer")),
-    (True, [TEXT, STOP], "stop", ("broken", "unclosed")),
-    (True, [CLOSE, TEXT, STOP], "stop", ("broken", "empty thinking")),
-    (True, [TEXT, TOOL, TEXT, STOP], "stop", ("broken", "tool call not closed")),
-    (True, [TEXT, CLOSE, TOOL, TEXT, STOP], "stop", ("broken", "tool call not closed")),
-    (False, [TEXT, STOP], "stop", ("sound", "not thinking")),
-    (False, [TOOL, TEXT, TOOL_END, STOP], "stop", ("sound", "not thinking")),
-    (False, [TEXT, TEXT], "length", ("sound", "not thinking")),
-    (False, [BLANK], "length", ("cut", "no answer")),
-    (False, [STOP], "stop", ("broken", "no answer")),
-    (False, [TOOL, TEXT, STOP], "stop", ("broken", "tool call not closed")),
-    (False, [TEXT, CLOSE, TEXT, STOP], "stop", ("broken", "thinking although off")),
-    (False, [OPEN, TEXT], "length", ("broken", "thinking although off")),
-]
-
-
-@pytest.mark.parametrize(("thinking", "output_ids", "finish", "wanted"), VERDICTS)
-def test_the_content_is_judged_and_cuts_by_length_apart(
-    thinking: bool, output_ids: list[int], finish: str, wanted: tuple[str, str]
-) -> None:
-    row = {**GOOD, "output_ids": output_ids, "finish_reason": finish}
-    assert verdict(row, FAMILY, thinking) == wanted
-
-
-def test_a_target_that_has_no_thinking_tokens_can_only_answer() -> None:
-    family = replace(FAMILY, think_open=None, think_close=None, prefilled=False)
-    row = {**GOOD, "output_ids": [TEXT, CLOSE, STOP]}
-    assert verdict(row, family, False) == ("sound", "not thinking")
+@given(st.lists(st.integers(0, VOCAB - 1), min_size=1))
+def test_any_ids_of_the_vocabulary_are_ids(output_ids: list[int]) -> None:
+    marked = mark(output_ids, FAMILY)
+    assert isinstance(marked, Marked) and marked.ids.tolist() == output_ids
+    named = [(i, x) for i, x in enumerate(output_ids) if x in FAMILY.controls]
+    assert list(zip(marked.at, marked.tokens, strict=True)) == named

@@ -153,7 +153,7 @@ def test_strange_rows_are_shown_as_they_are(prepared: Prepared, capsys: Any) -> 
     for part in (
         "prompt unknown: not in prompts.jsonl",
         "B1-9  raw_responses.jsonl:2, retired",
-        "not a valid row: wrong type of output_ids: str, needs list",
+        "not a valid row: wrong type of output_ids: ",
         '"finish_reason": {"type": "stop"}',
         "<id 1000000000><id -4>",
         "id outside the vocabulary",
@@ -174,6 +174,24 @@ def test_a_sample_without_an_answer_shows_why(prepared: Prepared, capsys: Any) -
     with pytest.raises(DataError, match="run validate first"):
         show(prepared, capsys, "--rejected")
     assert show(prepared, capsys) == "B1: no such responses\n"
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        b'{"sample_id":"B1-\xc3\xa4","messages":"found"}\n',
+        b'{"sample_id": "B1-\\u00e4", "messages": "found"}\n',
+        b'{"messages": "found", "sample_id": "B1-\xc3\xa4"}\n',
+        b'{ "sample_id" : "B1-\xc3\xa4", "messages": "found"}',
+        b'{"sample_id": "B1-0", "messages": "no"\n{"sample_id":"B1-\xc3\xa4","messages":"found"}\n',
+    ],
+)
+def test_a_prompt_is_found_however_its_line_is_spelled(
+    spelled: bytes, prepared: Prepared, capsys: Any
+) -> None:
+    put(prepared.prompts, b'{"sample_id": "B1-a", "messages": "B1-\xc3\xa4"}\n', spelled)
+    put(prepared.responses, answer("B1-ä", "oak</think>elm<|im_end|>"))
+    assert '--- message\n"found"' in show(prepared, capsys)
 
 
 def test_long_texts_lose_their_middle_unless_asked(prepared: Prepared, capsys: Any) -> None:

@@ -25,10 +25,14 @@ from unit.fake_engine import (
 
 from drafter import plan, validate
 from drafter.errors import DataError, RecipeError
+from drafter.facts import Collector, Nobody
 from drafter.identity import generation_identity
+from drafter.kinds import KINDS
 from drafter.layout import file_record, read_json, read_section, write_section
+from drafter.toolcalls import Judge
 
-LENIENT = {"max_rejected_share": 1.0}
+LENIENT: dict[str, Any] = {"max_rejected_share": 1.0, "cap": dict.fromkeys(KINDS, 1.0)}
+JUDGE = Judge(FAMILY, None, str)
 
 
 def row(i: int, output_ids: list[int] | None = None, **changes: Any) -> dict[str, Any]:
@@ -50,12 +54,16 @@ def say_origin(site: Site) -> None:
     write_section(site.prepared.manifest, "generate", section)
 
 
+def check(site: Site, collector: Collector | None = None) -> None:
+    validate.validate(site.job("validate"), FAMILY, JUDGE, collector or Nobody())
+
+
 def run(site: Site, rows: list[Any] | None = None) -> dict[str, Any]:
     """Validate; gives the section's counts."""
     if rows is not None:
         site.write(site.prepared.responses, rows)
     say_origin(site)
-    validate.validate(site.job("validate"), FAMILY)
+    check(site)
     section = read_section(site.prepared.manifest, "validate")
     assert section is not None
     counts: dict[str, Any] = section["counts"]
@@ -68,7 +76,7 @@ def test_what_generate_stored_is_accepted_as_prompt_then_output(tmp_path: Path) 
     with FakeEngine() as engine:
         site = Site(tmp_path, urls=(engine.url,))
         generate(site.job(), FAMILY)
-    validate.validate(site.job("validate"), FAMILY)
+    check(site)
     section = read_section(site.prepared.manifest, "validate") or {}
     counts = section["counts"]
     stored = site.responses()
@@ -87,10 +95,12 @@ def test_what_generate_stored_is_accepted_as_prompt_then_output(tmp_path: Path) 
     assert counts == {
         "stored": 60,
         "accepted": 60,
+        "flagged": 0,
         "rejected": 0,
         "tokens": tokens + 6 * 60,
         "response_tokens": tokens,
         "by_reason": {},
+        "by_kind": {"closed": 60},
     }
     assert section["inputs"] == plan.inputs("validate", DATASET, site.job().workspace, site.recipe)
     assert section["files"]["tokenized_data.jsonl"] == file_record(site.prepared.tokenized)
@@ -102,7 +112,8 @@ CASES = [
     (row(1), None),
     (row(1, [TEXT, TOOL, TEXT, TOOL_END, STOP]), None),
     (row(1, [TEXT, TOOL, TEXT, STOP]), "tool call not closed"),
-    (row(1, [TEXT, CLOSE, TOOL, TEXT], finish_reason="length"), None),
+    (row(1, [TEXT, CLOSE, TOOL, TEXT], finish_reason="length"), "cut by length in a tool call"),
+    (row(1, [TEXT, CLOSE, TEXT]), "no stop id"),
     (row(1, [TEXT, CLOSE, TEXT], finish_reason="length"), None),
     (row(1, [TEXT, CLOSE], finish_reason="length"), None),
     (row(1, [TEXT, TEXT], finish_reason="length"), "truncated in thinking"),
@@ -133,7 +144,7 @@ def test_each_row_has_its_verdict(case: Any, reason: str | None, tmp_path: Path)
 
 
 def test_rows_cut_by_length_can_be_refused_altogether(tmp_path: Path) -> None:
-    site = Site(tmp_path, rules={**LENIENT, "accept_truncated": False})
+    site = Site(tmp_path, rules={**LENIENT, "policy": {"cut by length": "reject"}})
     counts = run(site, [row(0), row(1, [TEXT, CLOSE, TEXT], finish_reason="length")])
     assert counts["by_reason"] == {"cut by length": 1}
 
@@ -158,22 +169,33 @@ def test_of_duplicates_the_first_acceptable_one_is_kept(tmp_path: Path) -> None:
     assert kept["input_ids"][6:] == good["output_ids"]
 
 
-def test_a_rerun_is_byte_identical_under_any_hash_seed(tmp_path: Path) -> None:
+def test_the_bytes_are_the_same_under_any_hash_seed_locale_and_number_of_threads(
+    tmp_path: Path,
+) -> None:
     site = Site(tmp_path, rules=LENIENT)
     run(site, [case for case, _ in CASES])
     names = ("tokenized_data.jsonl", "rejected.jsonl", "manifest.json")
     before = [(site.prepared.root / name).read_bytes() for name in names]
     tests = Path(__file__).parents[1]
     code = (
-        "import sys; from pathlib import Path; from drafter.validate import validate;"
-        "from drafter.job import load_job; from unit.fake_engine import FAMILY;"
-        "validate(load_job(Path(sys.argv[1])), FAMILY)"
+        "import sys; from pathlib import Path; from drafter.job import load_job;"
+        "from unit.fake_engine import Site; from unit import test_validate as t;"
+        "t.validate.validate(load_job(Path(sys.argv[1])), t.FAMILY, t.JUDGE, t.Nobody())"
     )
-    for seed in ("1", "2"):
+    for seed, locale, threads in (("1", "C", "1"), ("2", "C.UTF-8", "2"), ("3", "POSIX", "7")):
+        for name in names[:2]:
+            (site.prepared.root / name).unlink()
         path = os.pathsep.join([str(tests), str(tests.parent / "include")])
         subprocess.run(
             [sys.executable, "-c", code, str(site.job("validate").dir.root)],
-            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed, "LC_ALL": "C"},
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "PYTHONHASHSEED": seed,
+                "LC_ALL": locale,
+                "OMP_NUM_THREADS": threads,
+                "RAYON_NUM_THREADS": threads,
+            },
             check=True,
             stdout=subprocess.DEVNULL,
         )
@@ -221,18 +243,18 @@ def test_prompts_and_responses_of_another_target_are_refused_with_the_ways_out(
     run(site, [row(i) for i in range(10)])
     site.thinking = False
     with pytest.raises(RecipeError, match=r"rendered for another target \(thinking differ\)"):
-        validate.validate(site.job("validate"), FAMILY)
+        check(site)
     site.prepare([[TEXT, TEXT + 1, *map(int, f"{i:04d}")] for i in range(60)])
     ways_out = r"thinking was True and is now False\).*generate with mode restart for this dataset"
     with pytest.raises(RecipeError, match=ways_out):
-        validate.validate(site.job("validate"), FAMILY)
+        check(site)
 
 
 def test_another_sampling_does_not_matter_to_what_was_sampled_before(tmp_path: Path) -> None:
     site = Site(tmp_path)
     run(site, [row(i) for i in range(10)])
     site.settings = {"temperature": 0.3}
-    validate.validate(site.job("validate"), FAMILY)
+    check(site)
 
 
 def test_prompts_that_are_not_as_prepare_left_them_are_refused(tmp_path: Path) -> None:
@@ -240,3 +262,65 @@ def test_prompts_that_are_not_as_prepare_left_them_are_refused(tmp_path: Path) -
     site.prepared.prompt_ids.write_bytes(site.prepared.prompt_ids.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"prompt_ids\.jsonl is not as prepare left it"):
         run(site, [row(i) for i in range(10)])
+
+
+def test_a_class_above_its_cap_fails_with_the_numbers_even_if_its_rows_are_accepted(
+    tmp_path: Path,
+) -> None:
+    cut = [row(i, [TEXT, CLOSE, TEXT], finish_reason="length") for i in range(3)]
+    rows = [*cut, *(row(i) for i in range(3, 10))]
+    site = Site(tmp_path, rules={"cap": {"cut by length": 0.3}})
+    assert run(site, rows)["flagged"] == 3
+    site.rules = {"cap": {"cut by length": 0.29}}
+    wanted = "3 of 10 rows are of class 'cut by length', at most 29% may be"
+    with pytest.raises(DataError, match=wanted):
+        run(site, rows)
+    assert len(site.read(site.prepared.tokenized)) == 10
+    assert read_section(site.prepared.manifest, "validate") is None
+
+
+@pytest.mark.parametrize(("cap", "allowed"), [(0, 0), (0.001, 1), (0.2, 2), (1, 10)])
+def test_one_row_is_no_share_unless_there_must_be_none(
+    cap: float, allowed: int, tmp_path: Path
+) -> None:
+    site = Site(tmp_path, rules={**LENIENT, "cap": {**LENIENT["cap"], "unclosed": cap}})
+    for number in (allowed, allowed + 1):
+        rows = [row(i, [TEXT, STOP] if i < number else None) for i in range(10)]
+        if number == allowed or number > 10:
+            assert run(site, rows)["by_kind"].get("unclosed", 0) == min(number, 10)
+        else:
+            with pytest.raises(DataError, match="are of class 'unclosed'"):
+                run(site, rows)
+
+
+def test_a_recipe_may_not_choose_what_becomes_of_what_is_no_row(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.rules = {"policy": {"duplicate": "accept", "repetition": "flag"}}
+    with pytest.raises(RecipeError, match="nothing can be chosen for duplicate: leave it out"):
+        _ = site.recipe
+    site.rules = {"policy": {"unheard of": "accept"}}
+    with pytest.raises(RecipeError, match=r"validate\.policy\.unheard of"):
+        _ = site.recipe
+
+
+def test_a_file_of_the_same_size_and_other_bytes_is_damaged_whatever_its_rows_look_like(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path)
+    site.write(site.prepared.responses, [row(i) for i in range(10)])
+    say_origin(site)
+    section = read_section(site.prepared.manifest, "generate") or {}
+    files = {site.prepared.responses.name: file_record(site.prepared.responses)}
+    write_section(site.prepared.manifest, "generate", {**section, "files": files})
+    check(site)
+    text = site.prepared.responses.read_text()
+    ids = row(3)["output_ids"]
+    other = [TEXT + (ids[0] == TEXT), *ids[1:]]
+    altered = text.replace(str(ids), str(other).ljust(len(str(ids))))
+    assert altered != text and len(altered) == len(text)
+    site.prepared.responses.write_text(altered)
+    with pytest.raises(DataError, match="has the size and not the bytes that generate left"):
+        check(site)
+    assert len(site.read(site.prepared.tokenized)) == 10
+    site.prepared.responses.write_text(text)
+    check(site)

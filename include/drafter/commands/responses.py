@@ -1,5 +1,5 @@
-"""show, repair, discard, restart: a person's eye and hand on a dataset's answers. What changes
-files shows first and needs ``--yes``."""
+"""show, report, repair, discard, restart: a person's eye and hand on a dataset's answers. What
+changes them shows first and needs ``--yes``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import argparse
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drafter.commands import ADD_YES, Add, count, prepared_of, recipe_of, workspace_of
 from drafter.errors import DataError
 from drafter.layout import locked
+
+if TYPE_CHECKING:
+    from drafter.recipe import Recipe
+    from drafter.show import Reader
 
 
 def add_to(add: Add) -> None:
@@ -20,8 +25,12 @@ def add_to(add: Add) -> None:
     which.add_argument("--sample", metavar="ID")
     which.add_argument("--random", type=count, metavar="N")
     which.add_argument("--last", type=count, metavar="N", default=3, help="default: 3")
+    which.add_argument("--audit", action="store_true", help="those of the report, with verdicts")
     show.add_argument("--rejected", action="store_true", help="of those that validate refused")
     show.add_argument("--full", action="store_true", help="long texts whole")
+
+    report = add("report", _report, "make the pages of what validate found anew, and print it")
+    report.add_argument("datasets", nargs="*", help="default: all that are validated")
 
     repair = add("repair", _repair, "set damaged lines of a dataset's files aside")
     repair.add_argument("dataset")
@@ -58,24 +67,66 @@ def _unix_or_iso(text: str) -> float:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from drafter import template
-    from drafter.show import ELIDED_AT, Choice, Reader, find, render
+    from drafter import audit, findings
+    from drafter.samples import Choice, find
+    from drafter.show import ELIDED_AT, render
     from drafter.terminal import colours, painter
 
     workspace = workspace_of(arguments)
-    prepared, target = prepared_of(workspace, arguments.dataset), recipe_of(workspace).target
-    choice = Choice(arguments.sample, arguments.random, arguments.last, arguments.rejected)
-    samples, notes = find(prepared, choice)
+    prepared, recipe = prepared_of(workspace, arguments.dataset), recipe_of(workspace)
+    notes: list[str] = []
+    if arguments.audit:
+        found = findings.load(prepared.findings)
+        _, rows = audit.read(prepared, found, recipe.validate_.audit_rows)
+        chosen = [row for row in rows if row.verdict == "rejected" or not arguments.rejected]
+        samples = [row.sample for row in chosen]
+    else:
+        choice = Choice(arguments.sample, arguments.random, arguments.last, arguments.rejected)
+        samples, notes = find(prepared, choice)
     paint = painter(colours(sys.stdout))
     if samples:
-        path = Path(target.path)
-        reader = Reader(template.load_tokenizer(path), template.family(path), target)
+        reader = _reader(recipe)
         for sample in samples:
             print(render(sample, reader, paint, None if arguments.full else ELIDED_AT), end="\n\n")
     else:
         print(f"{arguments.dataset}: no such responses")
     for note in notes:
         print(paint(note, "yellow"))
+    return 0
+
+
+def _reader(recipe: Recipe) -> Reader:
+    from drafter import template
+    from drafter.show import Reader
+
+    path = Path(recipe.target.path)
+    tokenizer = template.load_tokenizer(path)
+    return Reader(tokenizer, template.family(path, tokenizer), recipe.target)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from drafter import report
+
+    workspace = workspace_of(arguments)
+    recipe = recipe_of(workspace)
+    names = arguments.datasets or [
+        name for name in recipe.dataset_names if workspace.prepared(name).findings.exists()
+    ]
+    if not names:
+        raise DataError(f"nothing in {workspace.root} is validated yet: run validate first")
+    for name in names:
+        prepared_of(workspace, name)
+    reader, errors = _reader(recipe), []
+    for name in names:
+        try:
+            print(f"{name}:", *report.remake(workspace, recipe, name, reader), sep="\n", end="\n\n")
+        except DataError as error:
+            # The others are worth reading all the same.
+            errors.append(error)
+    report.remake_overview(workspace, recipe)
+    print(f"all datasets: {workspace.report}")
+    if errors:
+        raise errors[0]
     return 0
 
 
