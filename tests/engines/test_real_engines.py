@@ -20,8 +20,9 @@ from drafter import greedy, jobs, template
 from drafter.engines.client import Client
 from drafter.job import load_job
 from drafter.layout import read_section
-from drafter.rows import Family, verdict
+from drafter.rows import Family
 from drafter.sources.prompt import Prompt
+from drafter.structure import verdict
 
 MIN_ROWS = 200
 MAX_MARGIN = 1e-4

@@ -216,7 +216,11 @@ def test_a_torn_last_row_is_found_in_the_last_part(tmp_path: Path) -> None:
         list(reading.rows(path, last))
 
 
-@pytest.mark.parametrize("data", [json.dumps(SAMPLE).encode(), gzip.compress(b"{}\n" * 999), b""])
+@pytest.mark.parametrize(
+    "data",
+    [json.dumps(SAMPLE).encode(), gzip.compress(b"{}\n" * 999), b""],
+    ids=["array", "packed", "empty"],
+)
 def test_arrays_and_packed_files_have_one_part(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "source"
     path.write_bytes(data)

@@ -15,9 +15,10 @@ from unit.test_template import CALL, PROMPTS, TOOLS, filled
 
 from demo.make_prompts import PROMPTS as DEMO_PROMPTS
 from drafter import template
-from drafter.rows import Family, check_row, verdict
+from drafter.rows import Family, check_row
 from drafter.sources import CONVERT, reading
 from drafter.sources.prompt import Prompt
+from drafter.structure import verdict
 
 PROMPTS_PER_SET = 15
 

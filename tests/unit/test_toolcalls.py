@@ -18,20 +18,25 @@ from drafter.toolcalls import Calls, Judge
 TOOLS = frozenset({"tide", "wind.now", "a:1"})
 ARGUMENTS = '{"port": "St. Ives", "at": [1, null]}'
 
-FENCED_DEEPSEEK = replace(
+
+def respelled(target: TinyTarget, old: str, new: str) -> TinyTarget:
+    assert target.template.count(old) == 1
+    return replace(target, template=target.template.replace(old, new))
+
+
+FENCED_DEEPSEEK = respelled(
     DEEPSEEK,
-    template=DEEPSEEK.template.replace(
-        "{{ call.function.name }}<｜tool▁sep｜>{{ call.function.arguments }}",
-        "function<｜tool▁sep｜>{{ call.function.name }}\\n```json\\n"
-        "{{ call.function.arguments }}\\n```".replace("\\n", "{{ '\\n' }}"),
-    ),
+    """{{- '<｜tool▁call▁begin｜>' + call.function.name -}}
+{{- '<｜tool▁sep｜>' + call.function.arguments + '<｜tool▁call▁end｜>' -}}
+""",
+    r"""{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name -}}
+{{- '\n```json\n' + call.function.arguments + '\n```<｜tool▁call▁end｜>' -}}
+""",
 )
-XML_QWEN = replace(
+XML_QWEN = respelled(
     QWEN,
-    template=QWEN.template.replace(
-        "{{- call.function.arguments + '}\\n</tool_call>' -}}",
-        "{{- 'x' + '}\\n</tool_call>' -}}",
-    ),
+    r"{{- call.function.arguments + '}\n</tool_call>' -}}",
+    r"{{- 'x' + '}\n</tool_call>' -}}",
 )
 SPELLED: dict[str, tuple[TinyTarget, str]] = {
     "kimi": (
