@@ -24,7 +24,7 @@ from demo.summary import summarise, table
 from demo.watch import Drive
 from drafter.doctor import examine
 from drafter.errors import Busy, DrafterError, Stopped
-from drafter.layout import write_json
+from drafter.files import write_json
 from drafter.recipe import Recipe, load_recipe
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

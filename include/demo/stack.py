@@ -24,8 +24,8 @@ import httpx
 
 from demo import sshd
 from drafter.errors import Busy, RecipeError
+from drafter.files import read_json, write_json
 from drafter.jobs import stop_all
-from drafter.layout import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 SGLANG = ROOT / ".demo" / "engines" / "sglang"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from drafter.layout import Workspace, read_json, read_section
+from drafter.files import read_json, read_section
+from drafter.layout import Workspace
 from drafter.plan import run_name
 from drafter.recipe import Recipe
 

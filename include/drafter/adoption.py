@@ -21,8 +21,9 @@ from drafter import template
 from drafter.canary import Canary
 from drafter.engines.outcomes import failure_fault
 from drafter.errors import DataError
+from drafter.files import read_section
 from drafter.jsonl import damage, rows
-from drafter.layout import Prepared, read_section
+from drafter.layout import Prepared
 from drafter.recipe import Recipe
 from drafter.rows import Family, check_row
 from drafter.sessions import known_identities

@@ -14,7 +14,8 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
-from drafter.layout import Prepared, read_section, write_section
+from drafter.files import read_section, write_section
+from drafter.layout import Prepared
 
 SECTION = "pilot"
 

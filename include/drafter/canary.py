@@ -15,8 +15,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from drafter.files import clear_partial, whole_file
 from drafter.kinds import reason_class
-from drafter.layout import clear_partial, whole_file
 from drafter.rows import Family, check_row
 from drafter.structure import Verdict, verdict
 

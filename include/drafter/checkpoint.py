@@ -25,7 +25,8 @@ from torch import Tensor
 
 from drafter import vocabulary
 from drafter.errors import DataError, DrafterError
-from drafter.layout import DrafterRun, fsync_dir, write_json
+from drafter.files import fsync_dir, write_json
+from drafter.layout import DrafterRun
 from drafter.model import Drafter, Shape
 from drafter.target_head import TargetHead
 

@@ -98,7 +98,7 @@ def _unpack(archive: IO[bytes], directory: Path) -> None:
 
 
 def write_whole(path: Path, text: str, mode: int) -> None:
-    """Like layout.whole_file, which is not there yet when this runs."""
+    """Like files.whole_file, which is not there yet when this runs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     with open(fd, "w") as file:

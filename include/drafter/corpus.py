@@ -18,7 +18,8 @@ import torch
 
 from drafter.alignment import num_starts
 from drafter.errors import DataError
-from drafter.layout import Workspace, file_record, read_section
+from drafter.files import file_record, read_section
+from drafter.layout import Workspace
 from drafter.recipe import Recipe
 from drafter.shards import Row, Shard, read_shard, shard_paths
 from drafter.target_head import TargetHead, load_head

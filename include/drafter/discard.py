@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from drafter import jsonl, plan, rewrite
 from drafter.errors import DataError, RecipeError
-from drafter.layout import Prepared, fsync_dir
+from drafter.files import fsync_dir
+from drafter.layout import Prepared
 from drafter.rewrite import Event, Span
 from drafter.sessions import archive_previous
 from drafter.terminal import utc

@@ -25,8 +25,9 @@ from typing import Any
 
 from drafter import jobs
 from drafter.errors import NEVER_RETRY, Busy, DataError, DrafterError, RecipeError, Stopped
+from drafter.files import digest, read_json
 from drafter.job import Job
-from drafter.layout import ALL, JobDir, Workspace, digest, read_json
+from drafter.layout import ALL, JobDir, Workspace
 from drafter.recipe import Recipe
 
 PHASE = "engine"

@@ -24,8 +24,9 @@ import torch
 
 from drafter import checkpoint, corpus, greedy, jsonl, ngram, plan, template
 from drafter.errors import DataError
+from drafter.files import clear_partial, read_json, write_json
 from drafter.job import Job
-from drafter.layout import DrafterRun, clear_partial, read_json, write_json
+from drafter.layout import DrafterRun
 from drafter.model import Drafter, new_drafter
 from drafter.replay import Tally, replay
 from drafter.rows import Family

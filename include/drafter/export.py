@@ -20,8 +20,7 @@ from safetensors.torch import save_file
 from drafter import checkpoint, corpus, model_card, plan, replay, serving
 from drafter.alignment import align
 from drafter.errors import DrafterError
-from drafter.job import Job
-from drafter.layout import (
+from drafter.files import (
     file_record,
     read_json,
     read_section,
@@ -29,6 +28,7 @@ from drafter.layout import (
     write_json,
     write_section,
 )
+from drafter.job import Job
 from drafter.model import Drafter, Shape
 from drafter.recipe import Recipe
 from drafter.shards import DTYPES, Row

@@ -22,8 +22,9 @@ from typing import Any
 
 from drafter import gates, plan
 from drafter.errors import DataError, RecipeError
+from drafter.files import digest, file_record, read_section, write_section
 from drafter.job import Job
-from drafter.layout import HiddenStates, digest, file_record, read_section, write_section
+from drafter.layout import HiddenStates
 from drafter.shard_maker import OpenBackend, ShardMaker, Task
 from drafter.shard_plan import Footprint, RowIndex, check_room, gib, index_rows, plan_shards
 from drafter.shards import ShardHeader, read_header, write_shard

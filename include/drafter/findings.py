@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from drafter.errors import DataError
 from drafter.facts import Facts
-from drafter.layout import clear_partial, whole_file
+from drafter.files import clear_partial, whole_file
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,9 +14,10 @@ from typing import Any
 
 from drafter import adoption, approval, template
 from drafter.errors import DataError, RecipeError
+from drafter.files import read_section
 from drafter.identity import generation_identity
 from drafter.jsonl import damage, rows
-from drafter.layout import Prepared, Workspace, read_section
+from drafter.layout import Prepared, Workspace
 from drafter.plan import Plan, count_lines, decide
 from drafter.recipe import Recipe
 from drafter.rows import Family, key_fault

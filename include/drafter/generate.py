@@ -27,9 +27,9 @@ from drafter.engines.client import connected
 from drafter.engines.connection import check_engine
 from drafter.engines.outcomes import MAX_RUNS, Kind
 from drafter.errors import Busy, DataError
+from drafter.files import drop_sections, file_record, write_section
 from drafter.identity import target_identity
 from drafter.job import Job
-from drafter.layout import drop_sections, file_record, write_section
 from drafter.responses import Responses, Tainted, count_failures
 from drafter.rows import Family
 from drafter.sessions import (

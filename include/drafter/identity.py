@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.errors import RecipeError
-from drafter.layout import file_record
+from drafter.files import file_record
 from drafter.recipe import Recipe
 
 TOKENIZER_FILES = (

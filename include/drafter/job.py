@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafter.layout import JobDir, Workspace, read_json, write_json
+from drafter.files import read_json, write_json
+from drafter.layout import JobDir, Workspace
 from drafter.plan import Mode
 from drafter.recipe import Recipe, parse_recipe
 

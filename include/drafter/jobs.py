@@ -24,7 +24,8 @@ from typing import Any
 
 from drafter.code import is_intact
 from drafter.errors import Busy, DataError, DrafterError, RecipeError, Stopped
-from drafter.layout import JobDir, Workspace, read_json, write_json
+from drafter.files import read_json, write_json
+from drafter.layout import JobDir, Workspace
 from drafter.processes import MARKER, Process, boot_id, end, is_alive, members, send
 from drafter.supervisor import ExitRecord
 

@@ -1,6 +1,6 @@
 """When two prompts count as one: hashes of their content, whole and without case and white space.
 
-The whole one is :func:`drafter.layout.digest` of the content, what sample ids are made of. Millions
+The whole one is :func:`drafter.files.digest` of the content, what sample ids are made of. Millions
 of rows are hashed, nearly all of them plain text messages: those go a faster way to the same bytes.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from drafter.layout import digest
+from drafter.files import digest
 from drafter.sources.prompt import folded, mapped
 
 Content = dict[str, Any]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafter.layout import DrafterRun, file_record
+from drafter.files import file_record
+from drafter.layout import DrafterRun
 from drafter.recipe import Recipe
 
 NAMES = {

@@ -13,8 +13,9 @@ from typing import Any
 
 from drafter import discard, jsonl, template
 from drafter.approval import Pending
+from drafter.files import file_record
 from drafter.kinds import reason_class
-from drafter.layout import Prepared, file_record
+from drafter.layout import Prepared
 from drafter.recipe import Recipe
 from drafter.responses import count_failures
 from drafter.rows import Family, read_row

@@ -14,8 +14,9 @@ from typing import Any, Literal, get_args
 
 from drafter import approval, source_files
 from drafter.errors import DataError, RecipeError
+from drafter.files import digest, file_record, read_json, read_section
 from drafter.identity import generation_identity, target_identity, tokenizer_software
-from drafter.layout import ALL, Prepared, Workspace, digest, file_record, read_json, read_section
+from drafter.layout import ALL, Prepared, Workspace
 from drafter.recipe import Recipe
 
 PER_DATASET = ("generate", "validate", "extract", "evaluate")

@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from drafter import adoption, layout, parallel, plan, prompts, rewrite, sessions, template
+from drafter import adoption, files, parallel, plan, prompts, rewrite, sessions, template
 from drafter.candidates import gather
 from drafter.errors import DataError, RecipeError
 from drafter.identity import target_identity
@@ -73,8 +73,8 @@ def run(job: Job) -> None:
             unknown = adoption.has_unknown_prompts(prepared)
             if not (selected or unknown or prompts.has_adopted(prepared)):
                 continue
-            with layout.locked(prepared.lock):
-                layout.clear_partial(prepared.root)
+            with files.locked(prepared.lock):
+                files.clear_partial(prepared.root)
                 if unknown and not _may_touch(job, prepared, render):
                     continue
                 written = prompts.write(
@@ -102,18 +102,18 @@ def run(job: Job) -> None:
                         "dropped": dict(tally.dropped),
                     },
                     "files": {
-                        path.name: layout.file_record(path)
+                        path.name: files.file_record(path)
                         for path in (prepared.prompts, prepared.prompt_ids)
                     },
                 }
-                changed |= layout.write_section(prepared.manifest, "prepare", section)
+                changed |= files.write_section(prepared.manifest, "prepare", section)
     _finish(job, tallies, changed)
 
 
 def _finish_rewrite(prepared: Prepared) -> None:
     """What a person's `drafter repair` or `discard` decided comes before what this run writes."""
     if prepared.rewrite.is_dir():
-        with layout.locked(prepared.lock):
+        with files.locked(prepared.lock):
             rewrite.finish(prepared)
 
 
@@ -135,14 +135,14 @@ def _may_touch(job: Job, prepared: Prepared, render: prompts.Render) -> bool:
     else:
         kept = prepared.archive(job.run_id) / prepared.prompts.name
         if not kept.exists():
-            with layout.whole_file(kept) as partial:
+            with files.whole_file(kept) as partial:
                 shutil.copyfile(prepared.prompts, partial)
     return True
 
 
 def _refuse_another_identity(name: str, prepared: Prepared, identity: dict[str, Any]) -> None:
     """Ids of one tokenizer must not stand beside responses of another."""
-    section = layout.read_section(prepared.manifest, "prepare")
+    section = files.read_section(prepared.manifest, "prepare")
     if section is None or not prompts.has_responses(prepared):
         return
     # The responses' own identity, where it is known: after a restart of other datasets the prompts
@@ -160,10 +160,10 @@ def _refuse_another_identity(name: str, prepared: Prepared, identity: dict[str, 
 
 @contextmanager
 def _spool(job: Job) -> Iterator[Spool]:
-    with ExitStack() as files:
+    with ExitStack() as opened:
         yield Spool(
             [
-                files.enter_context(tempfile.TemporaryFile(dir=job.dir.root))
+                opened.enter_context(tempfile.TemporaryFile(dir=job.dir.root))
                 for _ in range(parallel.MAX_PROCESSES)
             ]
         )

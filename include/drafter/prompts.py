@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from drafter import jsonl, layout
-from drafter.layout import Prepared, digest
+from drafter import files, jsonl
+from drafter.files import digest
+from drafter.layout import Prepared
 from drafter.sources.prompt import Prompt, prompt_fault
 from drafter.spool import Spool, json_line
 
@@ -183,7 +184,7 @@ def _answered(responses: Path) -> set[str]:
 
 
 def _partial(path: Path) -> Any:
-    """A temporary file beside ``path``, of a name that layout.clear_partial knows."""
+    """A temporary file beside ``path``, of a name that files.clear_partial knows."""
     return tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
 
 
@@ -192,5 +193,5 @@ def _replace(path: Path, new: Any) -> None:
     if path.exists() and filecmp.cmp(path, new.name, shallow=False):
         return
     new.seek(0)
-    with layout.whole_file(path) as partial, open(partial, "wb") as file:
+    with files.whole_file(path) as partial, open(partial, "wb") as file:
         shutil.copyfileobj(new, file)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from drafter import jsonl, rewrite
 from drafter.engines.outcomes import failure_fault
-from drafter.layout import Prepared, Workspace, whole_file
+from drafter.files import whole_file
+from drafter.layout import Prepared, Workspace
 from drafter.rewrite import Span, session_fault
 from drafter.rows import key_fault
 from drafter.sources.prompt import prompt_fault

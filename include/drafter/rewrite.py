@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from drafter import jsonl
-from drafter.layout import Prepared, clear_partial, drop_sections, fsync_dir, read_section
+from drafter.files import clear_partial, drop_sections, fsync_dir, read_section
+from drafter.layout import Prepared
 
 Span = tuple[int, int]
 """(offset, bytes) of a file; those of one file in order, and apart."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafter import vocabulary
 from drafter.errors import DataError
-from drafter.layout import read_json
+from drafter.files import read_json
 
 LAYER = {"sglang": "midlayer.", "vllm": "layers.0."}
 """What each engine calls the drafter's only layer."""

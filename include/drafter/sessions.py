@@ -19,10 +19,7 @@ from typing import Any
 
 from drafter import approval, plan, rewrite
 from drafter.errors import DataError, RecipeError
-from drafter.job import Job
-from drafter.jsonl import Appender
-from drafter.layout import (
-    Prepared,
+from drafter.files import (
     drop_sections,
     file_record,
     fsync_dir,
@@ -30,6 +27,9 @@ from drafter.layout import (
     read_section,
     write_json,
 )
+from drafter.job import Job
+from drafter.jsonl import Appender
+from drafter.layout import Prepared
 
 
 class Sessions:

@@ -43,7 +43,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from drafter.errors import DataError, DrafterError
-from drafter.layout import HiddenStates, read_section, whole_file
+from drafter.files import read_section, whole_file
+from drafter.layout import HiddenStates
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.errors import RecipeError
-from drafter.layout import digest
+from drafter.files import digest
 from drafter.sections import Dataset
 
 _DATA = re.compile(r"[^.].*\.(jsonl?|ndjson|parquet)(\.(gz|bz2|xz|zst))?", re.IGNORECASE)

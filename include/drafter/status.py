@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from drafter.errors import MEANING, DataError
+from drafter.files import file_record, read_json
 from drafter.jobs import job_dirs, live
-from drafter.layout import JobDir, Prepared, Workspace, file_record, read_json
+from drafter.layout import JobDir, Prepared, Workspace
 from drafter.terminal import duration, one_line, table
 
 SHOWN = ("counts", "stop_reason", "token_budget", "files")

@@ -39,7 +39,8 @@ from pathlib import Path
 from typing import Any
 
 from drafter.errors import Busy, DataError, DeadlinePassed, LeaseExpired, Stopped
-from drafter.layout import JobDir, fsync_dir, read_json, write_json
+from drafter.files import fsync_dir, read_json, write_json
+from drafter.layout import JobDir
 from drafter.processes import (
     Process,
     become_subreaper,

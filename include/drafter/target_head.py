@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from drafter.errors import RecipeError
-from drafter.layout import read_json
+from drafter.files import read_json
 
 _TOWERS = ("model.", "language_model.model.", "model.language_model.")
 _OUTPUTS = (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.errors import DataError, RecipeError
-from drafter.layout import read_json
+from drafter.files import read_json
 from drafter.rows import Family
 from drafter.sections import Target
 from drafter.sources.prompt import Message, Prompt, mapped

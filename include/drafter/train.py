@@ -24,8 +24,9 @@ from drafter import checkpoint, corpus, jsonl, plan, vocabulary
 from drafter.alignment import align
 from drafter.corpus import Corpus, Entry
 from drafter.errors import DataError
+from drafter.files import file_record, whole_file, write_section
 from drafter.job import Job
-from drafter.layout import DrafterRun, file_record, whole_file, write_section
+from drafter.layout import DrafterRun
 from drafter.loss import Judge, soft_cross_entropy
 from drafter.model import Drafter, new_drafter, shape_for
 from drafter.recipe import Recipe

@@ -22,18 +22,18 @@ from drafter import behaviour, jsonl, plan, rewrite, template, toolcalls
 from drafter.declared import Tools
 from drafter.errors import DataError
 from drafter.facts import Collector, Facts, Outcome
-from drafter.gate import Gate
-from drafter.identity import target_identity
-from drafter.job import Job
-from drafter.kinds import Kind, reason_class
-from drafter.layout import (
-    Prepared,
+from drafter.files import (
     drop_sections,
     file_record,
     read_section,
     whole_file,
     write_section,
 )
+from drafter.gate import Gate
+from drafter.identity import target_identity
+from drafter.job import Job
+from drafter.kinds import Kind, reason_class
+from drafter.layout import Prepared
 from drafter.rows import Family
 from drafter.sections import Validate
 from drafter.sessions import refuse_other_identity, refuse_other_prompts

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from drafter.errors import DataError
-from drafter.layout import read_json
+from drafter.files import read_json
 
 
 def token_counts(responses: Iterable[Tensor], vocab_size: int) -> Tensor:

@@ -14,7 +14,8 @@ from airflow.sdk import Asset, AssetAlias, BaseOperator
 
 from drafter.code import code_hash
 from drafter.errors import MEANING, DrafterError, RecipeError, Stopped
-from drafter.layout import ALL, JobDir, Workspace, digest
+from drafter.files import digest
+from drafter.layout import ALL, JobDir, Workspace
 from drafter.plan import MODES
 from drafter.recipe import Recipe
 from gpu_host import alerts

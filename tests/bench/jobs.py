@@ -18,7 +18,8 @@ from statistics import median
 from bench.measure import Result
 from integration.kill_stack import Clicks, airflow, settled, wait
 
-from drafter.layout import JobDir, read_json
+from drafter.files import read_json
+from drafter.layout import JobDir
 
 BAR_S = 8.0
 IDLE_S = 3.0

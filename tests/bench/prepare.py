@@ -27,7 +27,7 @@ from bench.measure import Result
 from families import KIMI
 from unit.test_prepare import INCLUDE, Site
 
-from drafter import layout, prepare, template
+from drafter import files, prepare, template
 
 PAIRS = 5
 RATE_ROWS = 400_000
@@ -58,7 +58,7 @@ def prepare_memory() -> Result:
         while job.poll() is None:
             most = max(most, _tree_bytes(job.pid))
             time.sleep(0.02)
-        report = layout.read_json(job_dir.progress)
+        report = files.read_json(job_dir.progress)
         if job.returncode or report["source_rows"] != MEMORY_ROWS:
             raise RuntimeError(f"prepare ended with {job.returncode}: {report}")
     return Result(most / 1e9, "GB", 1.0, "value", "lower")

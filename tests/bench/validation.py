@@ -29,9 +29,9 @@ from unit.fake_engine import DATASET, Site
 
 from drafter import template, toolcalls
 from drafter.facts import Nobody
+from drafter.files import file_record, write_json
 from drafter.identity import generation_identity, target_identity
 from drafter.jsonl import Appender, scan
-from drafter.layout import file_record, write_json
 from drafter.rows import Family, Marked, read_row
 from drafter.structure import look, remarks
 from drafter.toolcalls import Judge

@@ -19,8 +19,9 @@ from unit.host import Host
 
 from demo.stack import ROOT, free_ports
 from drafter import engine_job, jobs
+from drafter.files import read_json, write_json
 from drafter.job import Job, load_job
-from drafter.layout import ALL, Prepared, read_json, write_json
+from drafter.layout import ALL, Prepared
 from drafter.recipe import parse_recipe
 
 TARGET = ROOT / "include" / "demo" / "target"

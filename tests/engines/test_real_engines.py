@@ -18,8 +18,8 @@ from unit.random_targets import one_thread
 
 from drafter import greedy, jobs, template
 from drafter.engines.client import Client
+from drafter.files import read_section
 from drafter.job import load_job
-from drafter.layout import read_section
 from drafter.rows import Family
 from drafter.sources.prompt import Prompt
 from drafter.structure import verdict

@@ -31,8 +31,8 @@ from unit.fake_engine import DATASET, FAMILY, FakeEngine, Reply, Site, sound, th
 
 from drafter.engines.outcomes import MAX_RUNS
 from drafter.errors import Busy
+from drafter.files import file_record, read_section
 from drafter.jsonl import scan
-from drafter.layout import file_record, read_section
 from drafter.rows import check_row
 
 IN_FLIGHT = 150

@@ -26,7 +26,8 @@ from integration.kill_stack import LOOK_S, Clicks, airflow, kill_part, launch, s
 from unit.host import NOISY, QUIET, STUBBORN
 
 from demo.stack import Stack
-from drafter.layout import Workspace, read_json
+from drafter.files import read_json
+from drafter.layout import Workspace
 from drafter.processes import MARKER
 
 VARIANTS = {"quiet": QUIET, "noisy": NOISY, "stubborn": STUBBORN}

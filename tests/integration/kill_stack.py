@@ -22,7 +22,8 @@ from demo import sshd
 from demo import stack as demo_stack
 from demo.airflow_api import AirflowApi
 from demo.stack import Stack, environment, free_ports
-from drafter.layout import Workspace, read_json, write_json
+from drafter.files import read_json, write_json
+from drafter.layout import Workspace
 
 HERE = Path(__file__).parent
 LOOK_S = 0.2

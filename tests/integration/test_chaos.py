@@ -15,7 +15,7 @@ from integration.chaos import INCLUDE, OTHERS, SPOILT, UNANSWERED, ChaosEngine, 
 from unit.fake_engine import Site
 
 from drafter import template
-from drafter.layout import read_json, read_section
+from drafter.files import read_json, read_section
 from drafter.rows import check_row
 from drafter.sources import CONVERT
 from drafter.sources.prompt import Prompt

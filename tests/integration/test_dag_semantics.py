@@ -24,7 +24,8 @@ import pytest
 from demo import stack as demo_stack
 from demo.airflow_api import ACTIVE, AirflowApi, ApiError
 from demo.stack import ROOT, Stack, environment, free_ports
-from drafter.layout import Workspace, read_json
+from drafter.files import read_json
+from drafter.layout import Workspace
 from drafter.status import read_status
 
 HOST_PYTHON = ROOT / ".demo" / "host-venv" / "bin" / "python"

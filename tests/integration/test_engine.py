@@ -23,7 +23,8 @@ from demo import sshd
 from demo import stack as demo_stack
 from demo.stack import ROOT, Stack, free_ports
 from drafter import engine_job, jobs
-from drafter.layout import JobDir, Workspace, read_json
+from drafter.files import read_json
+from drafter.layout import JobDir, Workspace
 from drafter.processes import MARKER
 
 pytestmark = pytest.mark.long

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 from integration.kill_stack import HERE, LOOK_S, Clicks, airflow, settled, wait
 
-from drafter.layout import Workspace, read_json
+from drafter.files import read_json
+from drafter.layout import Workspace
 
 HOLD_S = 8
 """For so long they are watched, once all eight wait."""

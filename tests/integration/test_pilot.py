@@ -17,7 +17,8 @@ from integration.test_dag_semantics import DAGS, HOST_PYTHON, NAMES, Airflow, wa
 from demo import stack as demo_stack
 from demo.airflow_api import ACTIVE, AirflowApi
 from demo.stack import ROOT, Stack, free_ports
-from drafter.layout import Prepared, Workspace, read_section
+from drafter.files import read_section
+from drafter.layout import Prepared, Workspace
 
 pytestmark = pytest.mark.long
 

@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafter.corpus import is_held_out
+from drafter.files import file_record, write_json, write_section
 from drafter.job import Job
-from drafter.layout import DrafterRun, JobDir, Workspace, file_record, write_json, write_section
+from drafter.layout import DrafterRun, JobDir, Workspace
 from drafter.plan import run_name
 from drafter.recipe import Recipe, parse_recipe
 from drafter.rows import Family

@@ -17,18 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from drafter.files import file_record, read_section, write_json, write_section
 from drafter.generate import generate
 from drafter.identity import target_identity
 from drafter.job import Job
-from drafter.layout import (
-    JobDir,
-    Prepared,
-    Workspace,
-    file_record,
-    read_section,
-    write_json,
-    write_section,
-)
+from drafter.layout import JobDir, Prepared, Workspace
 from drafter.recipe import Recipe, parse_recipe
 from drafter.rows import ROW_KEYS, Family, check_row
 

@@ -12,7 +12,8 @@ from typing import Any
 import drafter
 from drafter import jobs
 from drafter.code import code_hash
-from drafter.layout import Workspace, read_json
+from drafter.files import read_json
+from drafter.layout import Workspace
 
 PACKAGE = Path(drafter.__file__).parent
 

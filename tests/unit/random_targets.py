@@ -11,8 +11,9 @@ import orjson
 import torch
 import transformers
 
+from drafter.files import file_record, write_section
 from drafter.job import Job
-from drafter.layout import JobDir, Prepared, Workspace, file_record, write_section
+from drafter.layout import JobDir, Prepared, Workspace
 from drafter.recipe import parse_recipe
 
 VOCAB = 97

@@ -20,8 +20,9 @@ from unit.older_run import B1, B2, B3, DEMO, NAMES, OlderRun
 from drafter import generate, prepare, validate
 from drafter.cli import main
 from drafter.errors import DataError, RecipeError
+from drafter.files import read_section, write_json
 from drafter.job import load_job
-from drafter.layout import ALL, read_section, write_json
+from drafter.layout import ALL
 
 
 @pytest.fixture(scope="module")

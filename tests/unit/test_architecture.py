@@ -11,9 +11,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAFTER = ROOT / "include" / "drafter"
-LIGHT = {"recipe", "sections", "layout", "errors", "identity", "plan", "status", "code"}
+LIGHT = {
+    "recipe", "sections", "kinds", "layout", "files", "errors", "identity", "plan", "status", "code",
+}  # fmt: skip
 STANDARD_LIBRARY_ONLY = {
-    "errors", "layout", "status", "supervisor", "processes", "jobs", "code", "terminal",
+    "errors", "layout", "files", "kinds", "status", "supervisor", "processes", "jobs", "code",
+    "terminal",
 }  # fmt: skip
 PHASES = {"prepare", "generate", "validate", "extract", "train", "evaluate", "export"}
 

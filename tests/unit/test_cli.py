@@ -15,7 +15,8 @@ from unit.test_show import answer, prepared, put
 
 from drafter import cli
 from drafter.errors import RecipeError
-from drafter.layout import Prepared, Workspace, write_json
+from drafter.files import write_json
+from drafter.layout import Prepared, Workspace
 from drafter.status import COLUMNS, as_table, read_status
 
 __all__ = ["prepared", "workspace"]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from unit.test_prepare import ids
 from unit.test_source_rows import CONVERT, FILES, REASONS, Row, format_of, make_site, rows
 
-from drafter import layout
+from drafter import files
 from drafter.sections import SourceFormat
 from drafter.sources.prompt import Prompt
 
@@ -107,7 +107,7 @@ def check(format: SourceFormat, row: Row) -> None:
     assert all(type(message["content"]) is str for message in prompt.messages)
     written = orjson.dumps({**prompt.content, "source": prompt.source_id})
     assert b"\\u0000" not in written
-    assert layout.digest(prompt.content)
+    assert files.digest(prompt.content)
     assert CONVERT[format](row) == prompt
 
 

@@ -17,7 +17,8 @@ from unit.test_repair import files, offsets, workspace
 from drafter import cli, jsonl, rewrite
 from drafter.discard import SLACK_S
 from drafter.errors import Busy, DataError, RecipeError
-from drafter.layout import Workspace, locked, read_json
+from drafter.files import locked, read_json
+from drafter.layout import Workspace
 from drafter.rewrite import true_offsets
 
 __all__ = ["workspace"]

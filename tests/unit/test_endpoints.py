@@ -20,7 +20,7 @@ from unit.fake_engine import (
 from drafter import workers
 from drafter.engines import balance, client
 from drafter.errors import Busy, RecipeError
-from drafter.layout import read_json
+from drafter.files import read_json
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from demo.stack import ROOT, free_ports
 from drafter import engine_job, jobs
 from drafter.code import code_hash
 from drafter.errors import Busy, RecipeError, Stopped
+from drafter.files import read_json
 from drafter.job import load_job
-from drafter.layout import read_json
 from drafter.recipe import Recipe
 
 SERVER = """

@@ -14,7 +14,7 @@ from drafter import greedy as asking
 from drafter import train
 from drafter.errors import Busy, DataError
 from drafter.evaluate import evaluate
-from drafter.layout import read_json
+from drafter.files import read_json
 
 
 @pytest.fixture(autouse=True, scope="module")

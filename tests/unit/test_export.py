@@ -8,7 +8,7 @@ from unit.drafter_site import AUX_LAYERS, FAMILY, HIDDEN, VOCAB, DrafterSite, Ta
 from drafter import checkpoint, corpus, export, serving, train
 from drafter.errors import DataError, DrafterError
 from drafter.evaluate import evaluate
-from drafter.layout import file_record, read_json, read_section, write_json
+from drafter.files import file_record, read_json, read_section, write_json
 
 ENGINES = ("sglang", "vllm")
 

@@ -27,8 +27,9 @@ from unit.random_targets import (
 from drafter.engines.transformers import TransformersBackend
 from drafter.errors import DataError
 from drafter.extract import extract, run
+from drafter.files import read_json, read_section
 from drafter.job import Job
-from drafter.layout import HiddenStates, read_json, read_section
+from drafter.layout import HiddenStates
 from drafter.plan import decide
 from drafter.shard_maker import OpenBackend
 from drafter.shards import Features, read_rows, read_shard, shard_paths

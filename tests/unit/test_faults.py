@@ -28,7 +28,7 @@ from drafter import plan, workers
 from drafter.engines import balance, client
 from drafter.engines.outcomes import MAX_RUNS, RULES
 from drafter.errors import Busy, DataError, RecipeError
-from drafter.layout import read_section
+from drafter.files import read_section
 
 
 @pytest.fixture(autouse=True)

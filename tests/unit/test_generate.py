@@ -25,8 +25,8 @@ from unit.fake_engine import (
 
 from drafter import plan
 from drafter.errors import DataError, RecipeError
+from drafter.files import file_record, read_json, read_section, write_section
 from drafter.generate import open_responses
-from drafter.layout import file_record, read_json, read_section, write_section
 from drafter.responses import Tainted
 
 

@@ -22,7 +22,7 @@ from drafter import workers
 from drafter.engines import balance, client
 from drafter.engines.outcomes import MAX_RUNS
 from drafter.errors import Busy, DataError
-from drafter.layout import read_section, write_section
+from drafter.files import read_section, write_section
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from drafter.errors import Busy, DataError
-from drafter.layout import (
-    Workspace,
+from drafter.files import (
     clear_partial,
     digest,
     drop_sections,
@@ -17,11 +16,11 @@ from drafter.layout import (
     locked,
     read_json,
     read_section,
-    slug,
     whole_file,
     write_json,
     write_section,
 )
+from drafter.layout import Workspace, slug
 
 
 def test_a_file_that_fails_half_way_leaves_the_old_one_and_no_debris(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.layout import digest
+from drafter.files import digest
 from drafter.likeness import content_hash, near_hash
 from drafter.sources.prompt import clean
 

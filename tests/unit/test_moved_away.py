@@ -27,8 +27,9 @@ from unit.test_generate import mark_prompts
 from unit.test_repair import files
 
 from drafter.errors import Busy, DataError, DrafterError
+from drafter.files import read_section
 from drafter.generate import generate
-from drafter.layout import Workspace, read_section
+from drafter.layout import Workspace
 
 NUM_PROMPTS, RETIRED = 200, (3, 60, 110)
 

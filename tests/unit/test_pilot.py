@@ -26,9 +26,9 @@ from unit.fake_engine import (
 from drafter import approval, cli, jobs, plan, workers
 from drafter.approval import Pending
 from drafter.errors import DataError, RecipeError
+from drafter.files import read_json, read_section, write_json, write_section
 from drafter.generate import generate
 from drafter.identity import generation_identity
-from drafter.layout import read_json, read_section, write_json, write_section
 
 ROWS = 12
 

@@ -12,8 +12,9 @@ from unit.test_show import CALL, END, answer, prepared, put
 
 from drafter import approval, cli
 from drafter.errors import Busy, DataError, RecipeError
+from drafter.files import locked, read_json, read_section, write_json, write_section
 from drafter.identity import generation_identity
-from drafter.layout import Prepared, locked, read_json, read_section, write_json, write_section
+from drafter.layout import Prepared
 from drafter.pilot import chosen, figures, story
 from drafter.recipe import Recipe, parse_recipe
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from drafter.errors import RecipeError
-from drafter.layout import Workspace, file_record, write_json, write_section
+from drafter.files import file_record, write_json, write_section
+from drafter.layout import Workspace
 from drafter.plan import decide, inputs, joined, run_name
 from drafter.recipe import Recipe, parse_recipe
 

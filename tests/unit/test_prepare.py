@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from families import KIMI, PERMUTED_KIMI
 
-from drafter import layout, plan, prepare, template
+from drafter import files, plan, prepare, template
 from drafter.errors import Busy, DataError, RecipeError
 from drafter.identity import generation_identity, target_identity
 from drafter.job import Job, load_job
@@ -80,14 +80,14 @@ class Site:
             "in_flight": 1,
             "recipe": self.recipe.as_json(),
         }
-        layout.write_json(directory.job, spec)
+        files.write_json(directory.job, spec)
         return load_job(directory.root)
 
     def run(self, mode: str = "resume") -> Row:
         """Run the phase; its final report."""
         job = self.job(mode)
         prepare.run(job)
-        report: Row = layout.read_json(job.dir.progress)
+        report: Row = files.read_json(job.dir.progress)
         assert report["done"]
         return report
 
@@ -95,7 +95,7 @@ class Site:
         return self.workspace.prepared(name)
 
     def counts(self, name: str) -> Row:
-        section = layout.read_section(self.prepared(name).manifest, "prepare")
+        section = files.read_section(self.prepared(name).manifest, "prepare")
         assert section
         counts: Row = section["counts"]
         assert counts["source_rows"] == counts["prompts"] + sum(counts["dropped"].values())
@@ -149,7 +149,7 @@ def test_the_demos_datasets_are_prepared_row_for_row(tmp_path: Path) -> None:
         for row, rendered in list(zip(prompts, prompt_ids, strict=True))[:10]:
             assert list(row) == ["sample_id", "messages", "tools", "source"]
             content = {"messages": row["messages"], "tools": row["tools"]}
-            assert row["sample_id"] == f"{dataset}-{layout.digest(content)[:16]}"
+            assert row["sample_id"] == f"{dataset}-{files.digest(content)[:16]}"
             own = template.render(tokenizer, Prompt(row["messages"], row["tools"]), True)
             assert rendered == {"sample_id": row["sample_id"], "input_ids": own}
 
@@ -176,10 +176,10 @@ def test_every_row_is_counted_under_a_reason(site: Site) -> None:
             "not JSON": 1,
         },
     }
-    section = layout.read_section(site.prepared("B2").manifest, "prepare")
+    section = files.read_section(site.prepared("B2").manifest, "prepare")
     assert section
     assert section["inputs"] == plan.inputs("prepare", "B2", site.workspace, site.recipe)
-    assert section["files"]["prompts.jsonl"] == layout.file_record(site.prepared("B2").prompts)
+    assert section["files"]["prompts.jsonl"] == files.file_record(site.prepared("B2").prompts)
     assert section["identity"] == {
         "target": str(site.target),
         **target_identity(site.recipe),
@@ -254,10 +254,10 @@ def test_another_process_with_another_hash_seed_and_locale_writes_the_same_bytes
 def test_a_second_run_changes_no_byte(site: Site) -> None:
     site.source("B2", "opencodeinstruct", questions(*MANY))
     assert site.run()["changed"] is True
-    files = [path for path in site.prepared("B2").root.iterdir() if path.is_file()]
-    before = {path: path.stat().st_mtime_ns for path in files}
+    paths = [path for path in site.prepared("B2").root.iterdir() if path.is_file()]
+    before = {path: path.stat().st_mtime_ns for path in paths}
     assert site.run()["changed"] is False
-    assert {path: path.stat().st_mtime_ns for path in files} == before
+    assert {path: path.stat().st_mtime_ns for path in paths} == before
 
 
 def test_files_whose_bytes_stay_are_not_written_again(site: Site) -> None:
@@ -327,7 +327,7 @@ def test_after_a_restart_of_other_datasets_the_recipe_can_be_restored(site: Site
     made_with = generation_identity(site.recipe)
     before = site.prepared("B2").prompt_ids.read_bytes()
     site.respond("B2", ids(site.prepared("B2").prompts))
-    layout.write_section(site.prepared("B2").manifest, "generate", {"identity": made_with})
+    files.write_section(site.prepared("B2").manifest, "generate", {"identity": made_with})
     PERMUTED_KIMI.save(site.target)
     site.run("restart")
     site.source("B3", "magicoder", [{"problem": "another input"}])
@@ -389,6 +389,6 @@ def test_a_dataset_without_a_prompt_fails_and_the_others_are_written(site: Site)
 
 def test_a_dataset_that_somebody_works_on_is_busy(site: Site) -> None:
     site.source("B2", "opencodeinstruct", questions("a"))
-    with layout.locked(site.prepared("B2").lock), pytest.raises(Busy):
+    with files.locked(site.prepared("B2").lock), pytest.raises(Busy):
         site.run()
     site.run()

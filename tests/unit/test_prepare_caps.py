@@ -9,7 +9,7 @@ import pytest
 from families import KIMI
 from unit.test_prepare import Row, Site, ids, questions, read
 
-from drafter import layout, plan
+from drafter import files, plan
 from drafter.sources.shortening import ELIDED
 
 
@@ -70,7 +70,7 @@ def test_runs_above_the_cap_are_shortened_with_a_count_and_a_mark(site: Site) ->
         assert contents.count(ELIDED) == row.get("shortened", {}).get("elided", 0)
         assert contents[-1] != ELIDED
         content = {"messages": row["messages"], "tools": row["tools"]}
-        assert row["sample_id"] == f"B8-{layout.digest(content)[:16]}"
+        assert row["sample_id"] == f"B8-{files.digest(content)[:16]}"
 
 
 def test_of_another_format_nothing_is_shortened(site: Site) -> None:

@@ -17,7 +17,7 @@ from families import KIMI
 from unit.fake_hub import NAME, REVISION, FakeHub
 from unit.test_prepare import Row, Site, ids, questions, read
 
-from drafter import conversion, layout, plan, selection
+from drafter import conversion, files, plan, selection
 from drafter.errors import DataError, RecipeError
 from drafter.sources import hub, reading
 
@@ -68,7 +68,7 @@ def lines(rows: list[Row]) -> bytes:
     return b"".join(orjson.dumps(row) + b"\n" for row in rows)
 
 
-def files(site: Site, name: str = "B2") -> tuple[bytes, bytes]:
+def written(site: Site, name: str = "B2") -> tuple[bytes, bytes]:
     prepared = site.prepared(name)
     return prepared.prompts.read_bytes(), prepared.prompt_ids.read_bytes()
 
@@ -93,7 +93,7 @@ def test_the_same_rows_give_the_same_prompts_however_they_are_kept(site: Site) -
         put(site, path=str(folder / path))
         site.run()
         assert site.counts("B2") == COUNTS
-        seen.add(files(site))
+        seen.add(written(site))
     assert len(seen) == 1
     prompts = read(site.prepared("B2").prompts)
     # The row's number counts over all files of the source.
@@ -136,7 +136,7 @@ def test_several_processes_write_what_one_writes(
     shared = [text.lower() for text in TEXTS[::2]]
     site.source("B3", "magicoder", [{"problem": text} for text in [*shared, *"abcdefgh", "A"]])
     site.run()
-    before = [files(site, name) for name in ("B2", "B3")]
+    before = [written(site, name) for name in ("B2", "B3")]
     counts = [site.counts(name) for name in ("B2", "B3")]
     for name in ("B2", "B3"):
         for path in site.prepared(name).root.iterdir():
@@ -144,7 +144,7 @@ def test_several_processes_write_what_one_writes(
     request.getfixturevalue("several_processes")
     assert len(conversion.parts(site.recipe.datasets)) > 8
     site.run()
-    assert [files(site, name) for name in ("B2", "B3")] == before
+    assert [written(site, name) for name in ("B2", "B3")] == before
     assert [site.counts(name) for name in ("B2", "B3")] == counts
 
 
@@ -217,7 +217,7 @@ def test_a_commit_on_the_hub_is_asked_once(site: Site, remote: FakeHub) -> None:
     put(site, hub=NAME, revision=REVISION)
     site.run()
     asked = remote.listings
-    section = layout.read_section(site.prepared("B2").manifest, "prepare")
+    section = files.read_section(site.prepared("B2").manifest, "prepare")
     assert section
     assert section["inputs"]["sources"]["B2"]["hub"] == NAME
     assert site.run()["line"] == "the prompts are up to date"
@@ -230,12 +230,12 @@ def test_a_commit_on_the_hub_is_asked_once(site: Site, remote: FakeHub) -> None:
 def test_a_refusal_of_the_hub_leaves_what_is_there(site: Site, remote: FakeHub) -> None:
     site.source("B2", "opencodeinstruct", ROWS)
     site.run()
-    before = files(site)
+    before = written(site)
     remote.refusal = (403, "Gated.")
     put(site, hub=NAME, revision=REVISION)
     with pytest.raises(RecipeError, match="accept its terms"):
         site.run()
-    assert files(site) == before
+    assert written(site) == before
     assert ids(site.prepared("B2").prompts)
 
 

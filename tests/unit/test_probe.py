@@ -11,7 +11,8 @@ from unit.test_show import TOKENIZER, prepared, put
 
 from drafter import cli
 from drafter.errors import Busy, DataError, RecipeError
-from drafter.layout import Prepared, read_json, write_json
+from drafter.files import read_json, write_json
+from drafter.layout import Prepared
 
 __all__ = ["prepared"]
 SAID = TOKENIZER("oak</think>elm pine<|im_end|>", add_special_tokens=False).input_ids

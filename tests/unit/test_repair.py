@@ -10,7 +10,8 @@ import pytest
 
 from drafter import cli, jsonl
 from drafter.errors import Busy, DataError, RecipeError
-from drafter.layout import Workspace, locked, read_json, write_json
+from drafter.files import locked, read_json, write_json
+from drafter.layout import Workspace
 from drafter.responses import count_failures
 
 IDENTITY = {"revision": "r1"}

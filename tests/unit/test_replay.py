@@ -7,7 +7,7 @@ import torch
 from unit.drafter_site import EMBED, VOCAB, DrafterSite, TableBackend, greedy, states
 
 from drafter import checkpoint, corpus, export, serving, train
-from drafter.layout import write_json
+from drafter.files import write_json
 from drafter.replay import Tally, overall, replay, tally
 from drafter.shards import Row
 

@@ -19,10 +19,11 @@ from demo.make_target import TARGET
 from drafter import audit, cli, findings, template, validate
 from drafter.errors import DataError, RecipeError
 from drafter.facts import Facts, Outcome
+from drafter.files import file_record, read_section, write_json, write_section
 from drafter.findings import Findings
 from drafter.identity import generation_identity, target_identity
 from drafter.job import Job
-from drafter.layout import Prepared, Workspace, file_record, read_section, write_json, write_section
+from drafter.layout import Prepared, Workspace
 from drafter.recipe import Recipe, parse_recipe
 from drafter.report import Report
 from drafter.report.figures import EDGES, figures, group

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from unit.fake_engine import FakeEngine, Reply, Site
 
-from drafter.layout import locked
+from drafter.files import locked
 from drafter.processes import MARKER
 
 TESTS = Path(__file__).parents[1]
@@ -21,7 +21,7 @@ GRACE_S = 3
 WRITES = """
 import sys, time, types
 from drafter import cli
-from drafter.layout import whole_file
+from drafter.files import whole_file
 
 def run(job):
     with whole_file(job.workspace.prepared("B1").tokenized) as partial:

@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from drafter.errors import DataError
-from drafter.layout import HiddenStates, file_record, write_section
+from drafter.files import file_record, write_section
+from drafter.layout import HiddenStates
 from drafter.shards import (
     Shard,
     ShardHeader,

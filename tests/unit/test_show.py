@@ -12,7 +12,8 @@ from unit.test_repair import line
 from demo.make_target import TARGET
 from drafter import cli, template
 from drafter.errors import DataError, RecipeError
-from drafter.layout import Prepared, Workspace, write_json
+from drafter.files import write_json
+from drafter.layout import Prepared, Workspace
 from drafter.recipe import parse_recipe
 from drafter.show import Reader, ids_at_ends
 from drafter.sources.prompt import Prompt

@@ -22,7 +22,7 @@ import pytest
 from families import KIMI
 from unit.test_prepare import INCLUDE, Site, ids, read
 
-from drafter import layout
+from drafter import files
 from drafter.sections import SourceFormat
 from drafter.sources import COLUMNS, CONVERT, reading
 from drafter.sources.prompt import Prompt
@@ -201,7 +201,7 @@ def _is_dropped(row: Row) -> bool:
 @pytest.mark.parametrize("dataset", FILES)
 def test_sample_ids_stay_as_they_are(prepared: Site, dataset: str) -> None:
     made = sorted(ids(prepared.prepared(dataset).prompts))
-    assert layout.digest(made)[:16] == IDS[dataset]
+    assert files.digest(made)[:16] == IDS[dataset]
 
 
 def prompt_ids(site: Site) -> dict[str, bytes]:

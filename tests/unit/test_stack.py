@@ -15,7 +15,7 @@ import pytest
 from demo import stack
 from demo.stack import Stack
 from drafter.errors import Busy, RecipeError
-from drafter.layout import read_json, write_json
+from drafter.files import read_json, write_json
 
 WORKER = """
 import os, time

@@ -14,7 +14,8 @@ from unit.host import QUIET, Host, until
 from unit.test_plan import generate, make_recipe, prepare, validate
 
 from drafter import cli, jobs
-from drafter.layout import Workspace, file_record, read_section, write_json, write_section
+from drafter.files import file_record, read_section, write_json, write_section
+from drafter.layout import Workspace
 from drafter.recipe import Recipe
 from drafter.status import read_status
 

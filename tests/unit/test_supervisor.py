@@ -20,7 +20,7 @@ from unit.host import NOISY, QUIET, STUBBORN, Host, until
 
 from drafter import jobs, processes
 from drafter.errors import Busy, DrafterError, RecipeError, Stopped
-from drafter.layout import write_json
+from drafter.files import write_json
 from drafter.supervisor import Clock
 
 

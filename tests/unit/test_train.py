@@ -15,7 +15,7 @@ from unit.drafter_site import DrafterSite
 
 from drafter import checkpoint, corpus, train
 from drafter.errors import DataError, DrafterError
-from drafter.layout import read_json, read_section
+from drafter.files import read_json, read_section
 from drafter.shards import Row
 
 

@@ -16,9 +16,9 @@ from unit.fake_engine import DATASET, Site
 
 from drafter import behaviour, cli, template, validate
 from drafter.errors import DataError, RecipeError
+from drafter.files import read_json, read_section, write_json, write_section
 from drafter.identity import generation_identity
 from drafter.jsonl import Appender
-from drafter.layout import read_json, read_section, write_json, write_section
 
 ROWS = 12
 

@@ -26,7 +26,7 @@ from drafter.engines import client
 from drafter.engines.api import judge
 from drafter.engines.vllm import VLLM
 from drafter.errors import Busy, RecipeError
-from drafter.layout import read_json
+from drafter.files import read_json
 
 SAID = [TEXT, CLOSE, TEXT, STOP]
 TOO_LONG = (

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafter.errors import RecipeError
-from drafter.layout import Prepared, Workspace, read_json
+from drafter.files import read_json
+from drafter.layout import Prepared, Workspace
 
 if TYPE_CHECKING:
     from drafter.recipe import Recipe

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from drafter.commands import Add, print_json, workspace_of
 from drafter.commands.planning import left
 from drafter.errors import DataError, DrafterError, RecipeError, Stopped
-from drafter.layout import Workspace, locked
+from drafter.files import locked
+from drafter.layout import Workspace
 
 if TYPE_CHECKING:
     from drafter.plan import Plan

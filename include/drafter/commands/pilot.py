@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from drafter.commands import ADD_YES, Add, count, prepared_of, print_json, recipe_of, workspace_of
 from drafter.errors import DataError, RecipeError
-from drafter.layout import Prepared, Workspace, locked
+from drafter.files import locked
+from drafter.layout import Prepared, Workspace
 
 if TYPE_CHECKING:
     from drafter.recipe import Recipe

@@ -6,7 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from drafter.commands import Add, print_json, recipe_of, workspace_of
-from drafter.layout import ALL, Workspace, digest
+from drafter.files import digest
+from drafter.layout import ALL, Workspace
 
 if TYPE_CHECKING:
     from drafter.recipe import Recipe

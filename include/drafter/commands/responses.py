@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from drafter.commands import ADD_YES, Add, count, prepared_of, recipe_of, workspace_of
 from drafter.errors import DataError
-from drafter.layout import locked
+from drafter.files import locked
 
 if TYPE_CHECKING:
     from drafter.recipe import Recipe

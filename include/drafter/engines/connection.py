@@ -15,7 +15,7 @@ from drafter.engines.api import Api, Served
 from drafter.engines.sglang import SGLang
 from drafter.engines.vllm import VLLM
 from drafter.errors import Busy, RecipeError
-from drafter.layout import file_record
+from drafter.files import file_record
 from drafter.sections import Engine
 
 CONNECT_TIMEOUT_S = 10.0

@@ -14,9 +14,10 @@ from typing import Any
 from drafter import audit, findings
 from drafter.errors import DataError
 from drafter.facts import Facts, Outcome
+from drafter.files import clear_partial, locked, read_section, whole_file
 from drafter.findings import About, Findings
 from drafter.job import Job
-from drafter.layout import Prepared, Workspace, clear_partial, locked, read_section, whole_file
+from drafter.layout import Prepared, Workspace
 from drafter.recipe import Recipe
 from drafter.report.figures import figures
 from drafter.report.overview import Entry, overview
