@@ -61,7 +61,7 @@ def gather(
     kept, dropped = deduplicate(keys, [source.name for source in sources], ends)
     for source, reasons in zip(sources, dropped, strict=True):
         tallies[source.name].dropped.update(reasons)
-    contents = numpy.sort(keys["content"])
+    contents = numpy.sort(keys["content"].astype(numpy.uint64))
 
     def candidates(indices: NDArray[Any]) -> Candidates:
         part_of = numpy.searchsorted(part_begins, indices, side="right") - 1

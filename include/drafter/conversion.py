@@ -21,7 +21,7 @@ import orjson
 
 from drafter import parallel
 from drafter.errors import DataError
-from drafter.likeness import content_hash, near_hash
+from drafter.likeness import hashes
 from drafter.prompts import sample_id
 from drafter.sections import Dataset
 from drafter.source_files import local_files
@@ -116,7 +116,7 @@ def recall(source: Dataset, part: Part, key: Any, spool: Spool) -> dict[str, Any
     else:
         recalled = orjson.loads(spool.lines(address)[0])
     content = {name: recalled.get(name) for name in ("messages", "tools")}
-    if not recalled or content_hash(content)[:8] != int(key["content"]).to_bytes(8):
+    if not recalled or hashes(content)[0][:8] != int(key["content"]).to_bytes(8):
         raise DataError(f"{part.file} was changed while it was read: run prepare again")
     return recalled
 
@@ -141,13 +141,13 @@ def _converted(part: Part, sources: Sequence[Dataset], seed: int, spool: Spool) 
             dropped[prompt] += 1
         else:
             content = prompt.content
-            whole = content_hash(content)
+            whole, near = hashes(content)
             turn = hashlib.sha256(prefix + whole[:8].hex().encode()).digest()
             if in_place:
                 address = _IN_PLACE | offset << _NUMBER_BITS | number
             else:
                 address = spool.append(json_line(_recorded(prompt, number, source)))
-            keys.append(_KEY.pack(near_hash(content), whole, turn, address))
+            keys.append(_KEY.pack(near, whole, turn, address))
         if len(keys) == _BATCH_KEYS or time.monotonic() >= due:
             spool.flush()
             yield Batch(num_rows, dropped, b"".join(keys))

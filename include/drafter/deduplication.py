@@ -29,20 +29,29 @@ def deduplicate(
     kept, begin = [], 0
     for end in ends:
         mine = begin + numpy.flatnonzero(is_kept[begin:end])
-        kept.append(mine[numpy.lexsort((keys["content"][mine], keys["turn"][mine]))])
+        kept.append(mine[_in_order(keys["turn"][mine], keys["content"][mine])])
         begin = end
     return kept, _reasons(keys, lost, winners, names, ends)
+
+
+def _in_order(turns: NDArray[Any], contents: NDArray[Any]) -> Indices:
+    # One key of the machine's own kind is sorted ten times as fast as two, and all but decides.
+    turns = turns.astype(numpy.uint64)
+    order = numpy.argsort(turns)
+    if (numpy.diff(turns[order]) == 0).any():
+        order = numpy.lexsort((contents, turns))
+    return order
 
 
 def _doubtful(keys: Keys) -> Indices:
     """Those that share the first half of their hash with another: few, and all that is compared
     in full."""
-    order = numpy.argsort(keys["near"], kind="stable")
-    near = keys["near"][order]
+    near = keys["near"].astype(numpy.uint64)
+    order = numpy.argsort(near)
     is_alike = numpy.zeros(len(keys), bool)
-    is_alike[1:] = near[1:] == near[:-1]
+    is_alike[1:] = numpy.diff(near[order]) == 0
     is_alike[:-1] |= is_alike[1:]
-    return order[is_alike]
+    return numpy.sort(order[is_alike])
 
 
 def _lost(keys: Keys, doubtful: Indices, ends: Sequence[int]) -> tuple[Indices, Indices]:

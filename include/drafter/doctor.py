@@ -20,7 +20,16 @@ from drafter.recipe import Recipe
 from drafter.sections import Dataset
 from drafter.source_files import local_files
 
-NEEDED = ("httpx", "orjson", "pandas", "pydantic", "safetensors", "torch", "transformers")
+NEEDED = (
+    "httpx",
+    "orjson",
+    "pandas",
+    "pyarrow",
+    "pydantic",
+    "safetensors",
+    "torch",
+    "transformers",
+)
 
 SHOWN = ("torch", "transformers", "safetensors")
 

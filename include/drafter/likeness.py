@@ -23,31 +23,26 @@ _FOLD = bytes(ord(" ") if i < 128 and chr(i).isspace() else i for i in range(256
 _has_two_spaces = re.compile(rb"  ").search
 
 
-def content_hash(content: Content) -> bytes:
-    """sha256 of ``content`` as canonical JSON."""
-    if not _is_plain(content):
-        return bytes.fromhex(digest(content))
-    # Of strings alone, orjson's text is Python's own.
-    return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).digest()
+def hashes(content: Content) -> tuple[bytes, bytes]:
+    """(sha256 of ``content`` as canonical JSON, its likeness).
 
-
-def near_hash(content: Content) -> bytes:
-    """Equal for contents that differ in case or in the amount of white space only."""
-    if not _is_plain(content):
-        return bytes.fromhex(digest(mapped(content, folded)))
-    # White space around every NUL: what stands at the ends of a message then counts for nothing
-    # either. No text of ours holds a NUL.
-    text = " \0 ".join([text for m in content["messages"] for text in (m["role"], m["content"])])
-    return hashlib.sha256(_folded(text)).digest()
-
-
-def _is_plain(content: Content) -> bool:
-    if content["tools"] is not None:
-        return False
+    The likeness is equal for contents that differ in case or in the amount of white space only.
+    """
+    texts: list[str] = []
     for message in content["messages"]:
-        if len(message) != 2 or type(message.get("content")) is not str:
-            return False
-    return True
+        text = message.get("content")
+        if len(message) != 2 or type(text) is not str:
+            break
+        texts += (message["role"], text)
+    else:
+        if content["tools"] is None:
+            # Of strings alone, orjson's text is Python's own.
+            whole = orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
+            # White space around every NUL: what stands at the ends of a message then counts for
+            # nothing either. No text of ours holds a NUL.
+            near = _folded(" \0 ".join(texts))
+            return hashlib.sha256(whole).digest(), hashlib.sha256(near).digest()
+    return bytes.fromhex(digest(content)), bytes.fromhex(digest(mapped(content, folded)))
 
 
 def _folded(text: str) -> bytes:

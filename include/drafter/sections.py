@@ -114,7 +114,8 @@ class Dataset(Section):
     """Pinned revision of the source, recorded beside every prompt; for ``hub`` a whole commit."""
 
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Overrides ``generate.max_prompt_tokens``."""
+    """Overrides ``generate.max_prompt_tokens``. Above it an agent's run (sweagent) loses its oldest
+    observations, then its last steps; any other prompt is dropped. Both are counted."""
 
     token_budget: int | None = Field(default=None, ge=1)
     """Completion tokens after which no new prompt is sent."""

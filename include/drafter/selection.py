@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from drafter import conversion, parallel
 from drafter.candidates import Candidates, Tick
 from drafter.errors import DataError
-from drafter.likeness import content_hash
+from drafter.likeness import hashes
 from drafter.prompts import Render, Selected, sample_id
 from drafter.sections import Dataset
 from drafter.sources import shortening
@@ -120,7 +120,7 @@ def _outcome(
         row["shortened"] = {"elided": shorter.num_elided, "cut": shorter.num_cut}
     elif len(input_ids) > max_tokens:
         return _Outcome(TOO_LONG)
-    content = content_hash(prompt.content)[:8]
+    content = hashes(prompt.content)[0][:8]
     identity = sample_id(source.name, content.hex())
     address = spool.append(
         json_line({"sample_id": identity, **row}),

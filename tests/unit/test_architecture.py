@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DRAFTER = ROOT / "include" / "drafter"
 LIGHT = {
-    "recipe", "sections", "kinds", "layout", "files", "errors", "identity", "plan", "status", "code",
+    "recipe", "sections", "kinds", "layout", "files", "errors", "identity", "plan", "status",
+    "code",
 }  # fmt: skip
 STANDARD_LIBRARY_ONLY = {
     "errors", "layout", "files", "kinds", "status", "supervisor", "processes", "jobs", "code",

@@ -9,16 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.files import digest
-from drafter.likeness import content_hash, near_hash
+from drafter.likeness import hashes
 from drafter.sources.prompt import clean
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.text(
     " \t\n\r\v\f\x1c\x1f\x85\u00a0aAbBßẞſK", max_size=8
 )
-
-
-def hashes(content: dict[str, Any]) -> tuple[bytes, bytes]:
-    return content_hash(content), near_hash(content)
 
 
 def contents(*texts: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from unit.test_prepare import Row, Site, ids, questions, read
 
 from drafter import conversion, files, plan, selection
 from drafter.errors import DataError, RecipeError
+from drafter.sections import Dataset
 from drafter.sources import hub, reading
 
 TEXTS = [f"Question {n}?" for n in range(200)]
@@ -242,8 +243,6 @@ def test_a_refusal_of_the_hub_leaves_what_is_there(site: Site, remote: FakeHub) 
 def test_rows_are_read_from_the_hub_as_from_a_file(remote: FakeHub) -> None:
     remote.files["rows.jsonl"] = lines(ROWS)
     (file,) = hub.files(
-        conversion.Dataset(
-            name="B2", format="opencodeinstruct", hub=NAME, revision=REVISION, unbounded=True
-        )
+        Dataset(name="B2", format="opencodeinstruct", hub=NAME, revision=REVISION, unbounded=True)
     )
     assert list(reading.rows(file)) == ROWS

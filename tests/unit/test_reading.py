@@ -207,6 +207,18 @@ def test_the_parts_of_a_file_have_each_row_once_and_in_order(
     assert [row for part in parts for row in reading.rows(path, part)] == whole
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_each_row_of_a_part_is_found_again_by_its_place(mark: str, tmp_path: Path) -> None:
+    path = tmp_path / "source"
+    lines = [*(json.dumps({"n": n, "é": "\u2028"}) for n in range(9)), "", "no", "[1]", '{"n": 9}']
+    path.write_text(mark + "\r\n".join(lines), encoding="utf-8", newline="")
+    for num_bytes in (1, 50, 1 << 20):
+        for part in reading.parts(path, num_bytes):
+            assert isinstance(part, reading.Bytes)
+            for place, row in reading.placed_rows(path, part):
+                assert reading.row_at(path, part, place) == row
+
+
 def test_a_torn_last_row_is_found_in_the_last_part(tmp_path: Path) -> None:
     path = tmp_path / "source"
     path.write_text('{"a": 1}\n{"a": 2}\n{"a": ')

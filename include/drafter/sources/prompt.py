@@ -62,7 +62,10 @@ def prompt_fault(row: Row) -> str | None:
 
 def clean(text: str) -> str:
     """``text`` as UTF-8 can hold it, with one kind of line end."""
-    text = text.replace("\0", "").replace("\r\n", "\n")
+    if "\0" in text or "\r" in text:
+        text = text.replace("\0", "").replace("\r\n", "\n")
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:
