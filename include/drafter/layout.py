@@ -6,7 +6,8 @@
       report.html                  what validate found, over all datasets; made under .report.lock
       prepared/<dataset>/
         .lock                      flock: one writer per dataset (supervisor, CLI, restart)
-        prompts.jsonl              sample_id, messages, tools, source {id, row, revision}
+        prompts.jsonl              sample_id, messages, tools, source {id, row, revision}; where it
+                                   was shortened to fit, shortened {elided, cut}
         prompt_ids.jsonl           derived: sample_id, input_ids; retired: true where it is
         raw_responses.jsonl        append-only: sample_id, output_ids, prompt_tokens,
                                    completion_tokens, finish_reason ("stop" | "length")

@@ -159,7 +159,8 @@ class Generate(Section):
     """Completion tokens per response at most; fitted to the engine's context per prompt."""
 
     max_prompt_tokens: int = Field(default=32_768, ge=1)
-    """Longer prompts are dropped by prepare, with a count."""
+    """Longer prompts are shortened by prepare where their format allows it (agent trajectories),
+    else dropped, with a count; a dataset may have its own."""
 
     seed: int = Field(default=0, ge=0)
     """Order in which prompts are answered."""
