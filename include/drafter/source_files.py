@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +29,39 @@ def holds_rows(name: str) -> bool:
 def local_files(source: Dataset) -> list[Path]:
     """The files of ``source.path``, in the order of their names. RecipeError when there are none,
     or one cannot be read."""
-    path = Path(source.path or "")
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if holds_rows(file.name) and file.is_file())
-        fault = "no .jsonl, .json or .parquet file lies in it"
-    elif path.exists() or not glob.has_magic(str(path)):
-        files, fault = [path], ""
-    else:
-        found = (Path(name) for name in glob.glob(str(path), recursive=True))
-        files = sorted(file for file in found if file.is_file())
-        fault = "it matches no file"
-    for file in files:
-        try:
+    try:
+        files, fault = _found(Path(source.path or ""))
+        for file in files:
             os.close(os.open(file, os.O_RDONLY))
-        except OSError as error:
-            raise _unreadable(source, error.strerror or "") from None
+    except (OSError, ValueError) as error:
+        # ValueError: a NUL in the path, or ** inside of a name.
+        raise _unreadable(source, getattr(error, "strerror", None) or str(error)) from None
     if not files:
         raise _unreadable(source, fault)
     return files
+
+
+def _found(path: Path) -> tuple[list[Path], str]:
+    """Files, and why there are none if so. OSError or ValueError when it cannot be."""
+    if path.is_dir():
+        files = [file for file in path.iterdir() if holds_rows(file.name) and file.is_file()]
+        return sorted(files), "no .jsonl, .json or .parquet file lies in it"
+    # To open a pipe is to wait for a writer, and a device has no end.
+    if path.exists() and not path.is_file():
+        return [], "it is neither a file nor a directory"
+    if path.exists() or not glob.has_magic(str(path)):
+        return [path], ""
+    # Path.glob does not follow links with **: two that lead back would keep it busy for ever.
+    found = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
+    files = [file for file in found if file.is_file() and _is_meant(file, path)]
+    return sorted(files), "it matches no file"
+
+
+def _is_meant(file: Path, pattern: Path) -> bool:
+    """As in a shell, what is hidden is meant only where a dot is written."""
+    dotted = [part for part in pattern.parts if part.startswith(".")]
+    hidden = [part for part in file.parts if part.startswith(".")]
+    return all(any(fnmatchcase(part, wanted) for wanted in dotted) for part in hidden)
 
 
 def identity(source: Dataset) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 """As Kimi, Qwen and DeepSeek spell them; their ids are the tokenizer's."""
 
 _PROBE, _ARGUMENT = "probe", "value"
+_STUMBLED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What a template runs into besides Jinja's own errors: it calls Python on what it is given."""
+
 _THOUGHT = re.compile(rf"(\s*{THINK_OPEN})(.*?)({THINK_CLOSE})(.*)", re.DOTALL)
 PROBE_CALL = (_PROBE, {"x": _ARGUMENT})
 """Name and arguments of what :func:`called` renders."""
@@ -202,10 +206,20 @@ def _unused_character(text: str) -> str:
     raise DataError("the prompt holds control strings and every private-use character: remove it")
 
 
-def _apply(tokenizer: Any, prompt: Prompt, thinking: bool, tokenize: bool) -> Any:
+@contextmanager
+def _refusals(what: str) -> Iterator[None]:
+    """DataError for whatever the template meets in ``what``."""
     from jinja2 import TemplateError
 
     try:
+        yield
+    except (TemplateError, *_STUMBLED) as error:
+        reason = " ".join(f"{error}".split()) or type(error).__name__
+        raise DataError(f"the target's template refuses {what}: {reason}") from None
+
+
+def _apply(tokenizer: Any, prompt: Prompt, thinking: bool, tokenize: bool) -> Any:
+    with _refusals("the prompt"):
         return tokenizer.apply_chat_template(
             prompt.messages,
             tools=prompt.tools,
@@ -216,8 +230,6 @@ def _apply(tokenizer: Any, prompt: Prompt, thinking: bool, tokenize: bool) -> An
             thinking=thinking,
             enable_thinking=thinking,
         )
-    except TemplateError as error:
-        raise DataError(f"the target's template refuses the prompt: {error}") from None
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -238,14 +250,15 @@ def _template(tokenizer: Any) -> str:
 
 
 def _history(tokenizer: Any, messages: list[Message]) -> str:
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    with _refusals("a conversation"):
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=False
+        )
     return text
 
 
 def called(tokenizer: Any, num_calls: int = 1) -> str:
     """Rendered calls of PROBE_CALL in one message; empty when the template knows none."""
-    from jinja2 import TemplateError
-
     spellings: tuple[str | dict[str, Any], ...] = (f'{{"x": "{_ARGUMENT}"}}', {"x": _ARGUMENT})
     for arguments in spellings:
         function = {"name": _PROBE, "arguments": arguments}
@@ -256,7 +269,7 @@ def called(tokenizer: Any, num_calls: int = 1) -> str:
         said = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
             text = _history(tokenizer, [{"role": "user", "content": "?"}, said])
-        except (TemplateError, TypeError):
+        except DataError:
             continue
         return text if _PROBE in text else ""
     return ""
@@ -265,12 +278,10 @@ def called(tokenizer: Any, num_calls: int = 1) -> str:
 @functools.lru_cache(maxsize=4)
 def _reads_thinking(tokenizer: Any) -> bool:
     """Does the template look for thinking at the head of an earlier answer?"""
-    from jinja2 import TemplateError
-
     user, answer = {"role": "user", "content": "?"}, f"{THINK_OPEN}{_PROBE}{THINK_CLOSE}{_ARGUMENT}"
     try:
         said = _history(tokenizer, [user, {"role": "assistant", "content": answer}, user])
-    except TemplateError:
+    except DataError:
         return False
     return answer not in said
 

@@ -17,13 +17,16 @@ class FakeHub:
     """What the hub does with a dataset, as far as reading it goes.
 
     ``faults`` holds what happens to the next requests for bytes, one each: ("status", number),
-    ("cut", bytes that still come) or ("retry after", seconds).
+    ("cut", bytes that still come), ("retry after", seconds), ("from the begin", 0) whatever the
+    range, or ("endless", 0): the file and more, until the reader has gone.
     """
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.token: str | None = None
         self.page_size = 1000
+        self.last_cursor: int | None = None
+        """Of the list of files; after it comes itself again."""
         self.refusal: tuple[int, str] | None = None
         self.portal: bytes | None = None
         """A page that answers instead of the hub, as that of a proxy does."""
@@ -105,7 +108,8 @@ class _HubHandler(_Handler):
         ]
         headers = {}
         if begin + hub.page_size < len(entries):
-            following = f"recursive=true&cursor={begin + hub.page_size}"
+            cursor = min(begin + hub.page_size, hub.last_cursor or len(entries))
+            following = f"recursive=true&cursor={cursor}"
             headers["Link"] = f'<https://elsewhere.invalid/tree?{following}>; rel="next"'
         page = entries[begin : begin + hub.page_size]
         self.answer(200, json.dumps(page).encode(), Content_Type="application/json", **headers)
@@ -127,10 +131,25 @@ class _StorageHandler(_Handler):
             self.answer(number)
         elif not hub.gives_ranges:
             self.answer(200, data)
+        elif fault == "endless":
+            self.endless(data)
         else:
+            if fault == "from the begin":
+                begin, end = 0, end - begin
             self.send_response(206)
             self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")
             self.send_header("Content-Length", str(end - begin))
             self.end_headers()
             self.wfile.write(data[begin : begin + number if fault == "cut" else end])
             self.close_connection = fault == "cut"
+
+    def endless(self, data: bytes) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.close_connection = True
+        try:
+            self.wfile.write(data)
+            while True:
+                self.wfile.write(bytes(1 << 16))
+        except OSError:
+            pass  # the reader has gone

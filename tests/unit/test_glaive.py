@@ -153,3 +153,18 @@ def test_end_markers_of_earlier_answers_are_no_text() -> None:
     chats = [f"USER: {i}\n\n\nASSISTANT: Yes. <|endoftext|>\n\n\nUSER: b" for i in range(20)]
     prompt = max((glaive(chat) for chat in chats), key=lambda prompt: len(prompt.messages))
     assert spoken(prompt)[1:] == [("assistant", "Yes."), ("user", "b")]
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        f"USER: a{chr(10) * 1_000_000}b",
+        f'USER: a\n\n\nASSISTANT: <functioncall> {{"name": "f", "arguments": {" " * 1_000_000}x',
+    ],
+    ids=["lines", "spaces in a call"],
+)
+def test_a_million_blanks_are_read_once(chat: str) -> None:
+    # Each of them looked at from each other would take hours.
+    prompt = convert({"system": "", "chat": chat})
+    assert isinstance(prompt, Prompt)
+    assert prompt.messages[0]["content"].startswith("a")

@@ -272,8 +272,46 @@ def test_an_endpoint_that_is_no_hub_is_named(
     remote: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote.portal = b"<html>Please log in</html>"
-    with pytest.raises(RecipeError, match="answers no JSON: correct HF_ENDPOINT, or the proxy"):
+    with pytest.raises(RecipeError, match="answers no list of files: correct HF_ENDPOINT, or the"):
         read()
-    monkeypatch.setenv("HF_ENDPOINT", "huggingface.co")
-    with pytest.raises(RecipeError, match="needs http:// or https://"):
+    for endpoint in ("huggingface.co", "http://", "http://[bad"):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        with pytest.raises(RecipeError, match="needs http:// or https:// and a host"):
+            read()
+
+
+@pytest.mark.parametrize(
+    "page",
+    ['{"error": "x"}', "null", "3", '["a"]', "[[]]", '[{"path": "a"}]', '[{"type": "file"}]']
+    + ['[{"type": "file", "path": "a.jsonl", "size": null}]'],
+)
+def test_json_that_is_no_list_of_files_is_named(page: str, remote: FakeHub) -> None:
+    remote.portal = page.encode()
+    with pytest.raises(RecipeError, match="answers no list of files: correct HF_ENDPOINT"):
         read()
+
+
+def test_a_list_of_files_that_begins_anew_has_an_end(remote: FakeHub) -> None:
+    remote.files = {f"{n}.jsonl": lines(ROWS[:1]) for n in range(5)}
+    remote.page_size = 2
+    remote.last_cursor = 2
+    with pytest.raises(RecipeError, match="begins its list of files anew: correct HF_ENDPOINT"):
+        read()
+    assert remote.listings == 2
+
+
+def test_bytes_from_another_place_than_asked_for_are_not_read(
+    remote: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(reading, "_BLOCK_BYTES", 100)
+    remote.files["rows.jsonl"] = lines(ROWS)
+    remote.faults = [("none", 0), ("none", 0), ("from the begin", 0)]
+    with pytest.raises(RecipeError, match="gives no ranges: correct HF_ENDPOINT"):
+        read()
+
+
+def test_more_than_asked_for_is_not_waited_for(remote: FakeHub) -> None:
+    remote.files["rows.jsonl"] = lines(ROWS)
+    remote.faults = [("endless", 0)]
+    assert read() == ROWS

@@ -35,6 +35,8 @@ def folder(tmp_path: Path) -> Path:
         ("", ["a.parquet", "b.jsonl", "c.json.gz"]),
         ("*.json*", ["b.jsonl", "c.json.gz"]),
         ("**/*.jsonl", ["b.jsonl", "deep/e.jsonl"]),
+        ("*/*.jsonl", ["deep/e.jsonl"]),
+        (".d.*", [".d.jsonl"]),
         ("d*", None),
         ("*.bz2", None),
         ("absent.jsonl", None),
@@ -71,6 +73,49 @@ def test_a_folder_without_data_and_a_file_without_rights_are_named(
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(RecipeError, match=r"cannot be read \(Permission denied\)"):
         local_files(source(folder / "b.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("pipe", "it is neither a file nor a directory"),
+        ("/dev/zero", "it is neither a file nor a directory"),
+        ("a" * 300, "File name too long"),
+        ("a\0b", "embedded null byte"),
+        ("a**/b.jsonl", "Invalid pattern: .*"),
+    ],
+)
+def test_what_cannot_be_a_source_is_refused_and_not_waited_for(
+    path: str, fault: str, folder: Path
+) -> None:
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(RecipeError, match=rf"cannot be read \({fault}\): correct its path"):
+        local_files(source(folder / path))
+
+
+@pytest.mark.parametrize("path", ["", "*.jsonl", "b.jsonl"])
+def test_a_folder_that_may_not_be_looked_into_is_a_wrong_path(
+    path: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    meant = source(folder / path)
+    # Whoever is root may look anywhere; and pytest must be able to.
+    with monkeypatch.context() as here:
+        for name in ("stat", "iterdir"):
+            here.setattr(Path, name, refuse)
+        with pytest.raises(RecipeError) as refusal:
+            local_files(meant)
+    assert "cannot be read (Permission denied): correct its path" in str(refusal.value)
+
+
+def test_links_that_lead_back_do_not_keep_a_glob_busy(folder: Path) -> None:
+    for name in ("deep/up", "deep/again"):
+        (folder / name).symlink_to("..")
+    (folder / "linked.jsonl").symlink_to("b.jsonl")
+    found = local_files(source(folder / "**" / "*.jsonl"))
+    assert found == [folder / name for name in ("b.jsonl", "deep/e.jsonl", "linked.jsonl")]
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,32 @@ def test_a_template_that_refuses_a_prompt_is_an_error_of_the_data(tmp_path: Path
         template.render(tokenizer, PROMPTS["history"], True)
 
 
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("{{ messages | items }}", "Can only get item pairs from a mapping."),
+        ("{{ messages[0].content + 3 }}", "can only concatenate str"),
+        ("{{ messages[0].nothing.at_all }}", "has no attribute 'nothing'"),
+        ("{{ 'abc'.index('z') }}", "substring not found"),
+        ("{{ 'abc'.encode('none') }}", "unknown encoding"),
+        ("{{ '{}'.format() }}", "out of range"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro again(x) %}{{ again(x) }}{% endmacro %}{{ again(1) }}", "recursion"),
+        ("{% if %}", "Expected an expression"),
+    ],
+)
+def test_whatever_a_template_runs_into_is_a_refusal(
+    expression: str, reason: str, tmp_path: Path
+) -> None:
+    target = TinyTarget(expression, PLAIN.eos, PLAIN.special).save(tmp_path)
+    tokenizer = template.load_tokenizer(target)
+    for prompt in (PROMPTS["one turn"], filled(PROMPTS["one turn"], PLAIN.special[0])):
+        with pytest.raises(DataError, match=rf"refuses the prompt: .*{reason}"):
+            template.render(tokenizer, prompt, True)
+    with pytest.raises(DataError, match=rf"refuses a conversation: .*{reason}"):
+        template.family(target)
+
+
 THINK = {"think_open": "<think>", "think_close": "</think>"}
 KIMI_TOOLS = [token for token in KIMI.markup if "tool" in token]
 EXPECTED: dict[str, dict[str, Any]] = {

@@ -60,9 +60,10 @@ LABELS = {
 }
 """Who speaks in the republished forms -> label of the flat form, where that has one."""
 
-_LABEL = re.compile(rf"(?:\A|\n\n\n)\s*({USER}|{ASSISTANT}|{RESPONSE}):")
+# A run of white space is looked at once, from its begin: some are a million lines long.
+_LABEL = re.compile(rf"(?:\A|(?<!\s)(?=\s*?\n\n\n))\s*+({USER}|{ASSISTANT}|{RESPONSE}):")
 _CALL = re.compile(
-    r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*(?:,\s*"arguments"\s*:\s*(.*\S)\s*)?\}\s*\Z', re.DOTALL
+    r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*(?:,\s*"arguments"\s*:\s*+(.*\S)\s*)?\}\s*\Z', re.DOTALL
 )
 
 

@@ -88,17 +88,34 @@ def files(source: Dataset) -> list[HubFile]:
 def _tree(client: httpx.Client, hub: str, revision: str) -> Iterator[dict[str, Any]]:
     url = f"{_endpoint()}/api/datasets/{hub}/tree/{revision}"
     query: dict[str, str] | None = {"recursive": "true"}
+    asked: list[dict[str, str]] = []
     while query is not None:
         answer = _page(client, url, query, hub)
+        asked.append(query)
         try:
-            yield from answer.json()
-        except ValueError:
-            raise RecipeError(
-                f"{url} answers no JSON: correct HF_ENDPOINT, or the proxy, of the GPU host"
-            ) from None
-        following = answer.links.get("next", {}).get("url")
-        # Only its query counts: the token goes to the endpoint, wherever else a link points.
-        query = dict(httpx.URL(following).params) if following else None
+            yield from _entries(answer.json())
+            following = answer.links.get("next", {}).get("url")
+            # Only its query counts: the token goes to the endpoint, wherever else a link points.
+            query = dict(httpx.URL(following).params) if following else None
+        except (ValueError, httpx.InvalidURL):
+            raise _no_hub(url, "answers no list of files") from None
+        if query in asked:
+            raise _no_hub(url, "begins its list of files anew")
+
+
+def _entries(listed: Any) -> list[dict[str, Any]]:
+    """ValueError for what is no page of a tree."""
+    kinds = {"type": str, "path": str, "size": int}
+    for entry in listed if isinstance(listed, list) else [listed]:
+        wanted = kinds if isinstance(entry, dict) and entry.get("type") == "file" else {"type": str}
+        for key, kind in wanted.items():
+            if not isinstance(entry, dict) or not isinstance(entry.get(key), kind):
+                raise ValueError(f"an entry without {key}")
+    return listed
+
+
+def _no_hub(url: str, what: str) -> RecipeError:
+    return RecipeError(f"{url} {what}: correct HF_ENDPOINT, or the proxy, of the GPU host")
 
 
 def _page(client: httpx.Client, url: str, query: dict[str, str], hub: str) -> httpx.Response:
@@ -150,6 +167,8 @@ class _Ranges(io.RawIOBase):
                     view[done : done + len(block)] = block
                     done += len(block)
                     patience.renew()
+                    if done == len(view):
+                        break
                 if done == before:
                     raise _Later("an empty answer")
             except (httpx.RequestError, _Later) as error:
@@ -166,8 +185,9 @@ class _Ranges(io.RawIOBase):
         headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         with self._client.stream("GET", self._url, headers=headers) as answer:
             _check(answer, self._file.hub)
-            total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-            if answer.status_code != httpx.codes.PARTIAL_CONTENT and begin:
+            place, _, total = answer.headers.get("Content-Range", "").rpartition("/")
+            is_part = answer.status_code == httpx.codes.PARTIAL_CONTENT
+            if begin and not (is_part and place.startswith(f"bytes {begin}-")):
                 raise RecipeError(
                     f"{self._url} gives no ranges: correct HF_ENDPOINT of the GPU host, or fetch"
                     " the files and set path"
@@ -243,6 +263,10 @@ def _client() -> httpx.Client:
 
 def _endpoint() -> str:
     url = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    if not url.startswith(("http://", "https://")):
-        raise RecipeError(f"HF_ENDPOINT is {url!r}: it needs http:// or https://")
+    try:
+        is_usable = url.startswith(("http://", "https://")) and bool(httpx.URL(url).host)
+    except httpx.InvalidURL:
+        is_usable = False
+    if not is_usable:
+        raise RecipeError(f"HF_ENDPOINT is {url!r}: it needs http:// or https:// and a host")
     return url
