@@ -131,7 +131,7 @@ def load(path: Path) -> Findings:
         raise DataError(f"{path} is missing: run validate first")
     try:
         frame = pd.read_parquet(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise DataError(
             f"{path} is not a table of Parquet ({error}): delete it, then run validate"
         ) from None

@@ -12,6 +12,7 @@ from drafter.kinds import HARDNESS, KINDS, Kind, fault_of
 from drafter.repetition import longest_loop
 from drafter.rows import Family, IdArray, Marked, read_row
 from drafter.sections import Validate
+from drafter.spelled import Spelled
 from drafter.structure import Remark, Shape
 from drafter.template import THINK_CLOSE
 from drafter.tokenized import Prompts, encoded, has_key_twice, output_text, text_of
@@ -19,6 +20,10 @@ from drafter.toolcalls import Judge
 
 _ORDER = {kind: number for number, kind in enumerate(KINDS)}
 _VERDICTS: dict[str, Verdict] = {"accept": "accepted", "flag": "flagged", "reject": "rejected"}
+
+
+_CLOSED: frozenset[Kind] = frozenset({"closed", "empty thinking", "thinking although off"})
+"""Thinking that a control id ended: what is written out as text means nothing then."""
 
 
 class Judged(NamedTuple):
@@ -49,6 +54,7 @@ class Gate:
         self._prompts = prompts
         self._tools = tools
         self._judge = judge
+        self._spelled = Spelled(THINK_CLOSE, family, judge.decode)
         self._accepted: set[str] = set()
 
     def look(self, line: Line) -> Judged:
@@ -96,8 +102,11 @@ class Gate:
         cut = row["finish_reason"] == "length"
         shape = structure.look(marked, family, self._thinking, cut)
         found = [*structure.remarks(shape, marked, row, family, self._thinking)]
-        if shape.reasoning == "unclosed" and THINK_CLOSE in self._judge.decode(marked.ids.tolist()):
-            found.append(Remark("thinking as text", f"{THINK_CLOSE} is spelled out"))
+        # Arguments of a call that left the thinking may hold anything.
+        text = marked.ids[: shape.rest] if self._thinking else marked.ids
+        if shape.reasoning not in _CLOSED and self._spelled.is_in(text):
+            kind: Kind = "thinking as text" if self._thinking else "thinking although off"
+            found.append(Remark(kind, f"{THINK_CLOSE} is spelled out"))
         calls = self._judge.look(shape, marked, cut, lambda: self._tools.names(row["sample_id"]))
         found += calls.remarks
         limits = self._rules.repetition

@@ -26,6 +26,9 @@ TOKENIZER_FILES = (
 """What decides a tokenizer's behaviour, as found in public checkpoints: slow, fast and tiktoken,
 templates, and the code beside them (Kimi-K2.5 declares tools in Python)."""
 
+CONFIG_FILES = ("config.json", "generation_config.json")
+"""What says which ids there are and which of them end an answer."""
+
 TOKENIZER_SOFTWARE = ("transformers", "tokenizers", "tiktoken", "sentencepiece", "jinja2")
 
 
@@ -58,6 +61,12 @@ def tokenizer_files(target: Path) -> dict[str, str]:
     if not files:
         raise RecipeError(f"no tokenizer in {target}: correct target.path, a path on the GPU host")
     return {file.name: file_record(file)["sha256"] for file in files}
+
+
+def config_files(target: Path) -> dict[str, str]:
+    """name -> sha256 of each file that says which ids stop an answer."""
+    files = [target / name for name in CONFIG_FILES]
+    return {file.name: file_record(file)["sha256"] for file in files if file.exists()}
 
 
 def tokenizer_software() -> dict[str, str]:

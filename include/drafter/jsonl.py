@@ -22,6 +22,9 @@ from drafter.errors import DataError, DrafterError
 MAX_LINE_BYTES = 64 << 20
 """A longer line is damage, and is never held in memory. An answer of a million tokens has 7 MiB."""
 
+MAX_LEVELS = 200
+"""Lists and objects in each other. A deeper line is damage: Python gives up at about a thousand."""
+
 _BLOCK_BYTES = 1 << 20
 
 
@@ -66,7 +69,7 @@ def scan(path: Path) -> Iterator[Line]:
                 value = None
                 wrong: str | None = f"longer than {MAX_LINE_BYTES >> 20} MiB"
             else:
-                value, wrong = _parse(raw)
+                value, wrong = parse(raw)
             torn = not isinstance(value, dict) and not raw.endswith(b"\n")
             yield Line(number, offset, num_bytes, value, wrong, torn, raw)
             offset += num_bytes
@@ -193,7 +196,7 @@ class Appender:
         if not num_bytes:
             return 0
         if num_bytes <= MAX_LINE_BYTES and isinstance(
-            _parse(os.pread(self._fd, num_bytes, begin))[0], dict
+            parse(os.pread(self._fd, num_bytes, begin))[0], dict
         ):
             self._write(b"\n")
             return 0
@@ -234,8 +237,22 @@ def copy_bytes(source: IO[bytes], target: IO[bytes], num_bytes: int) -> None:
         num_bytes -= len(block)
 
 
-def _parse(raw: bytes) -> tuple[Any, str | None]:
+def parse(raw: bytes) -> tuple[Any, str | None]:
+    """(the JSON of a line, why there is none)"""
     try:
-        return orjson.loads(raw), None
+        value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         return None, str(error)
+    if raw.count(b"[") + raw.count(b"{") > MAX_LEVELS and _is_deep(value):
+        return None, f"more than {MAX_LEVELS} lists and objects in each other"
+    return value, None
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_LEVELS + 1):
+        inner = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [x for each in inner for x in each if isinstance(x, (dict, list))]
+        if not level:
+            return False
+    return True

@@ -109,6 +109,12 @@ assert list(KINDS) == [*get_args(Fault), *get_args(Content), *get_args(Sound)]
 _REASONS: dict[str, Kind] = {name: name for name in get_args(Fault)}
 
 
+def exceeds(rows: int, stored: int, cap: float) -> bool:
+    """Are there more ``rows`` of a class than its cap allows? One row is no share, unless there
+    must be none."""
+    return rows > max(cap * stored, cap > 0)
+
+
 def reason_class(reason: str) -> str:
     """The countable part of a reason, which is ``"<class>"`` or ``"<class>: <detail>"``."""
     return reason.partition(":")[0]

@@ -15,7 +15,12 @@ from typing import Any, Literal, get_args
 from drafter import approval, source_files
 from drafter.errors import DataError, RecipeError
 from drafter.files import digest, file_record, read_json, read_section
-from drafter.identity import generation_identity, target_identity, tokenizer_software
+from drafter.identity import (
+    config_files,
+    generation_identity,
+    target_identity,
+    tokenizer_software,
+)
 from drafter.layout import ALL, Prepared, Workspace
 from drafter.recipe import Recipe
 
@@ -144,6 +149,7 @@ def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> di
             # How many rows a person reads decides nothing about them.
             "rules": recipe.validate_.model_dump(mode="json", exclude={"audit_rows"}),
             "target": target_identity(recipe),
+            "configs": config_files(Path(recipe.target.path)),
             "software": tokenizer_software(),
         }
     if phase == "extract":

@@ -63,8 +63,9 @@ def _period(text: bytes, begin: int, again: int, num_bytes: int, end: int) -> in
     """The shortest distance in ids at which the ``num_bytes`` from ``begin`` on come again before
     ``end``, where the first of them do at ``again``."""
     key = text[begin : begin + _KEY_TOKENS * _ID_BYTES]
+    whole = text[begin : begin + num_bytes]
     while again >= 0:
-        if again % _ID_BYTES == 0 and text.startswith(text[begin : begin + num_bytes], again):
+        if again % _ID_BYTES == 0 and text.startswith(whole, again):
             return (again - begin) // _ID_BYTES
         again = text.find(key, again + 1, end)
     return None

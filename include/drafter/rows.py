@@ -25,6 +25,9 @@ IdArray = NDArray[np.uint32]
 _BOOLS = frozenset({0, 1})
 """As which an array takes ``false`` and ``true``."""
 
+_SHOWN = 200
+"""Characters of keys that nobody knows."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -124,7 +127,7 @@ def read_row(row: object, family: Family, prompt_tokens: int | None) -> Marked |
         if older := formats.older(row):
             return f"older format: {older}"
         missing, extra = sorted(ROW_KEYS - row.keys()), sorted(row.keys() - ROW_KEYS)
-        return f"wrong keys: {missing} missing, {extra} unknown"
+        return f"wrong keys: {missing} missing, {extra!s:.{_SHOWN}} unknown"
     if fault := _type_fault(row):
         return fault
     marked = mark(row["output_ids"], family)

@@ -98,10 +98,7 @@ def _sample(responses: Path, place: Place) -> Sample:
     with open(responses, "rb") as file:
         file.seek(place.offset)
         raw = file.readline(jsonl.MAX_LINE_BYTES + 1)
-    try:
-        row = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        row = None
+    row, _ = jsonl.parse(raw)
     if isinstance(row, dict):
         return Sample(_id(row), place.line, row)
     begin = raw[:SHOWN_BYTES].decode(errors="backslashreplace")
@@ -129,10 +126,7 @@ def _rows_of(path: Path, wanted: Collection[str]) -> Iterator[dict[str, Any]]:
             # What holds a backslash may be spelled in other ways too.
             if first and first[1] not in spelled and b"\\" not in first[1]:
                 continue
-            try:
-                row = orjson.loads(raw)
-            except orjson.JSONDecodeError:
-                continue
+            row, _ = jsonl.parse(raw)
             if isinstance(row, dict) and _id(row) in wanted:
                 yield row
 

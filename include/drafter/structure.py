@@ -60,10 +60,12 @@ def verdict(row: dict[str, Any], family: Family, thinking: bool) -> tuple[Verdic
 
 
 def look(marked: Marked, family: Family, thinking: bool, cut: bool) -> Shape:
-    """``cut``: the length limit ended the answer."""
+    """``cut``: the length limit ended the answer, as the engine says; not so where the last id it
+    allowed is one that stops."""
+    cut = _is_cut(marked, family, cut)
     ended: Kind
     if thinking:
-        ended, begin, rest = _thinking(marked, family)
+        ended, begin, rest = _thinking(marked, family, cut)
     else:
         ended, begin, rest = _bare(marked, family), 0, 0
     is_open = _is_call_open(marked, family, rest)
@@ -79,26 +81,26 @@ def look(marked: Marked, family: Family, thinking: bool, cut: bool) -> Shape:
     return Shape(*judged, ended, begin, rest, is_open)
 
 
-def reasoning(marked: Marked, family: Family) -> Reasoning:
+def reasoning(marked: Marked, family: Family, cut: bool) -> Reasoning:
     """How the thinking of one answer ended. ``family.think_close`` must not be None.
 
     * closed                 something was thought, then ``think_close``
     * tool in thinking       something was thought, then a tool call began before ``think_close``
-    * truncated in thinking  no ``think_close``, and no stop id at the end: cut by length
-    * unclosed               no ``think_close``, yet ended by a stop id (or thinking never opened)
+    * truncated in thinking  no ``think_close``: the length limit cut it, before any stop id
+    * unclosed               no ``think_close``, yet it ended by itself (or thinking never opened)
     * empty thinking         nothing but blank before ``think_close`` or the tool call
     """
-    return _thinking(marked, family)[0]
+    return _thinking(marked, family, _is_cut(marked, family, cut))[0]
 
 
-def _thinking(marked: Marked, family: Family) -> tuple[Reasoning, int, int]:
+def _thinking(marked: Marked, family: Family, cut: bool) -> tuple[Reasoning, int, int]:
     """(reasoning, where thinking begins, where it ends)"""
     assert family.think_close is not None, "the target does not think"
     ids, at, tokens = marked
     begin, first = 0, 0
     if not family.prefilled:
         if family.think_open not in tokens:
-            return _open_end(marked, family), len(ids), len(ids)
+            return _open_end(cut), len(ids), len(ids)
         first = tokens.index(family.think_open) + 1
         begin = at[first - 1] + 1
     for where, token in zip(at[first:], tokens[first:], strict=True):
@@ -108,11 +110,16 @@ def _thinking(marked: Marked, family: Family) -> tuple[Reasoning, int, int]:
                 return "empty thinking", begin, where
             closed = token == family.think_close
             return ("closed" if closed else "tool in thinking"), begin, where
-    return _open_end(marked, family), begin, len(ids)
+    return _open_end(cut), begin, len(ids)
 
 
-def _open_end(marked: Marked, family: Family) -> Reasoning:
-    return "unclosed" if int(marked.ids[-1]) in family.stop_ids else "truncated in thinking"
+def _open_end(cut: bool) -> Reasoning:
+    # An engine may keep its stop ids to itself: their absence alone does not say that it was cut.
+    return "truncated in thinking" if cut else "unclosed"
+
+
+def _is_cut(marked: Marked, family: Family, cut: bool) -> bool:
+    return cut and int(marked.ids[-1]) not in family.stop_ids
 
 
 def _bare(marked: Marked, family: Family) -> Kind:
@@ -153,8 +160,10 @@ def remarks(
     """What a person should know of a valid row beside, or as, the kind of its ``shape``: nothing
     for a sound one that ended by itself. Tool calls are looked into by drafter.toolcalls."""
     broken = shape.verdict == "broken" or shape.kind == "truncated in thinking"
+    # Thinking that was cut before its answer is worth something; nothing at all is not.
+    broken |= shape.kind == "no answer" and not thinking
     if broken or shape.kind == "tool in thinking":
-        yield Remark(shape.kind)
+        yield Remark(shape.kind, _never_opened(shape, marked, family))
     if row["finish_reason"] == "length" and shape.kind != "truncated in thinking":
         yield Remark("cut by length in a tool call" if shape.is_call_open else "cut by length")
     if not has_stopped(row, family):
@@ -166,18 +175,23 @@ def remarks(
         yield Remark("control token out of place", f"{token} at {where} of {len(marked.ids)}")
 
 
+def _never_opened(shape: Shape, marked: Marked, family: Family) -> str:
+    is_open = family.prefilled or family.think_open in marked.tokens
+    return "it never began to think" if shape.kind == "unclosed" and not is_open else ""
+
+
 def _stray(shape: Shape, marked: Marked, family: Family, thinking: bool) -> tuple[int, int] | None:
     """(position, id) of the first control id that stands where text belongs."""
     last = len(marked.ids) - 1
+    silent = family.blank_ids | {family.think_open}
+    text = _text_begin(marked, 0, len(marked.ids), silent)
     for where, token in zip(marked.at, marked.tokens, strict=True):
         if where == last and token in family.stop_ids:
             continue
         if token in (family.think_open, family.think_close):
             # Without thinking they make a class of their own, and so do several closes.
-            if not thinking or token == family.think_close or where < shape.thinking:
-                continue
-            silent = family.blank_ids | {family.think_open}
-            if _text_begin(marked, shape.thinking, where, silent) == where:
+            # Thinking may be opened again, before there is any.
+            if not thinking or token == family.think_close or where < text:
                 continue
         elif token in family.tool_ids and where >= shape.rest:
             continue

@@ -44,6 +44,11 @@ def elide(text: str, limit: int | None) -> str:
     return f"{head}\n[... {len(middle):,} characters ...]\n{tail}"
 
 
+def clip(text: str, limit: int) -> str:
+    """The beginning of a name that is longer than ``limit`` characters."""
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
 def mark(text: str) -> str:
     """Inert ``text``, remembered as something to paint when it is printed."""
     return f"\x01{text}\x02"

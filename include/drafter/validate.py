@@ -9,9 +9,12 @@ done at all. What a row is, decides drafter.gate; the report hears of each row a
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ import orjson
 
 from drafter import behaviour, jsonl, plan, rewrite, template, toolcalls
 from drafter.declared import Tools
-from drafter.errors import DataError
+from drafter.errors import DataError, DrafterError
 from drafter.facts import Collector, Facts, Outcome
 from drafter.files import (
     drop_sections,
@@ -32,7 +35,7 @@ from drafter.files import (
 from drafter.gate import Gate
 from drafter.identity import target_identity
 from drafter.job import Job
-from drafter.kinds import Kind, reason_class
+from drafter.kinds import Kind, exceeds, reason_class
 from drafter.layout import Prepared
 from drafter.rows import Family
 from drafter.sections import Validate
@@ -87,13 +90,14 @@ def validate(job: Job, family: Family, judge: Judge, collector: Collector) -> No
     refuse_other_prompts(prepared, target)
     refuse_other_identity(prepared, target)
     tools = Tools(prepared.prompts)
-    with Prompts(prepared.prompt_ids) as prompts:
+    with Prompts(prepared.prompt_ids) as prompts, _room(prepared):
         gate = Gate(family, rules, job.recipe.target.thinking, prompts, tools, judge)
         count = _write(job, prepared, gate, collector)
     damaged = [*count.damaged, *tools.damaged, *_altered(prepared, inputs["responses"])]
     breaches = tuple(_breaches(rules, count))
     outcome = Outcome(job.dataset, count.as_json(), breaches, tuple(map(str, damaged)))
-    made = collector.finish(outcome)
+    with _room(prepared):
+        made = collector.finish(outcome)
     try:
         _check(prepared, outcome, inputs["responses"]["bytes"], count.num_bytes)
     except DataError:
@@ -108,6 +112,19 @@ def validate(job: Job, family: Family, judge: Judge, collector: Collector) -> No
     }
     changed = write_section(prepared.manifest, "validate", section)
     _tell(job, prepared, outcome.counts, changed)
+
+
+@contextlib.contextmanager
+def _room(prepared: Prepared) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise DrafterError(
+            f"no room for what validate writes into {prepared.root} ({os.strerror(error.errno)}):"
+            " free disk space, then run validate again; the answers are untouched"
+        ) from None
 
 
 def _records(paths: Iterable[Path]) -> dict[str, Any]:
@@ -200,7 +217,7 @@ def _altered(prepared: Prepared, now: dict[str, Any]) -> Iterable[DataError]:
 
 def _breaches(rules: Validate, count: Count) -> Iterable[str]:
     def share(number: int, what: str, most: float) -> str:
-        return f"{number} of {count.stored} rows {what}, at most {most:.0%} may be"
+        return f"{number} of {count.stored} rows {what}, at most {100 * most:g}% may be"
 
     if count.rejected > rules.max_rejected_share * count.stored:
         reasons = ", ".join(
@@ -208,8 +225,7 @@ def _breaches(rules: Validate, count: Count) -> Iterable[str]:
         )
         yield share(count.rejected, f"rejected ({reasons})", rules.max_rejected_share)
     for kind, number in count.by_kind.most_common():
-        # One row is no share, unless there must be none.
-        if number > max(rules.cap[kind] * count.stored, rules.cap[kind] > 0):
+        if exceeds(number, count.stored, rules.cap[kind]):
             yield share(number, f"are of class {kind!r}", rules.cap[kind])
 
 

@@ -73,6 +73,10 @@ LINES: dict[str, tuple[Wrong, str]] = {
         "damaged line",
     ),
     "a hole between ids": (replaced(b'"output_ids":[', b'"output_ids":[,'), "damaged line"),
+    "a thousand lists in each other": (
+        replaced(b'"output_ids":[', b'"output_ids":[' + b"[" * 1000 + b"]" * 1000 + b","),
+        "damaged line: line 2, more than 200 lists and objects in each other",
+    ),
     "a list": (lambda w: line([w.row()]), "damaged line"),
     "a string": (lambda _: line("b"), "damaged line"),
     "null": (lambda _: line(None), "damaged line"),
@@ -92,11 +96,22 @@ FIELDS: dict[str, tuple[Wrong, str]] = {
     },
     "one key more": (lambda w: {**w.row(), "text": "Hm."}, "wrong keys"),
     "a key in capitals": (renamed("finish_reason", "Finish_Reason"), "wrong keys"),
+    "many keys more": (
+        lambda w: {**w.row(), **dict.fromkeys(map(str, range(10**4)))},
+        "wrong keys: [] missing, ['0', '1', '10',",
+    ),
     "the same key twice": (
         replaced(b'"prompt_tokens"', b'"prompt_tokens":1,"prompt_tokens"'),
         "key twice",
     ),
     "ids twice": (replaced(b'"output_ids"', b'"output_ids":[1],"output_ids"'), "key twice"),
+    "a key twice, first for a thousand objects in each other": (
+        replaced(
+            b'"finish_reason"',
+            b'"finish_reason":' + b'{"type":' * 1000 + b"1" + b"}" * 1000 + b',"finish_reason"',
+        ),
+        "key twice",
+    ),
     "a number as sample id": (
         set_to("sample_id", 7),
         "wrong type of sample_id: int, needs str (a row number)",
@@ -238,6 +253,21 @@ CONTENT: dict[str, tuple[Wrong, str]] = {
         lambda w: w.of([*w.ids("Hm.</th"), *w.ids("ink>3 m."), *w.ids("<|im_end|>")]),
         "thinking as text",
     ),
+    "thinking spelled out, its stop id lost": (
+        lambda w: w.of([*w.ids("Hm.</th"), *w.ids("ink>3 m.")]),
+        "thinking as text",
+    ),
+    "thinking spelled out and cut": (
+        lambda w: w.of([*w.ids("Hm.<"), *w.ids("/think>3 m.")], finish_reason="length"),
+        "thinking as text",
+    ),
+    "thinking spelled out before a call": (
+        lambda w: w.of(
+            [*w.ids("Hm.</"), *w.ids("think>So."), *w.ids(GOOD_CALL), *w.ids("<|im_end|>")]
+        ),
+        "thinking as text",
+    ),
+    "no thinking, its stop id lost": (text("Three metres."), "unclosed"),
     "no end of thinking": (text("Hm. Three metres.<|im_end|>"), "unclosed"),
     "only a stop": (text("<|im_end|>"), "unclosed"),
     "no thought": (text("</think>Three metres.<|im_end|>"), "empty thinking"),
@@ -326,6 +356,18 @@ ACCEPTED: dict[str, tuple[Wrong, str, str]] = {
     "a call": (text(f"Hm.</think>{GOOD_CALL}<|im_end|>"), "accepted", "closed"),
     "a call that leaves thinking": (
         text(f"Hm.{GOOD_CALL}<|im_end|>"),
+        "flagged",
+        "tool in thinking",
+    ),
+    "a call that leaves thinking, with its end among the arguments": (
+        lambda w: w.of(
+            [
+                *w.ids(f"Hm.{SECTION}{BEGIN}functions.tide:0{ARGUMENTS}"),
+                *w.ids('{"port":"</'),
+                *w.ids('think>"}'),
+                *w.ids(f"{END}{SECTION_END}<|im_end|>"),
+            ]
+        ),
         "flagged",
         "tool in thinking",
     ),

@@ -1,4 +1,5 @@
-"""A dataset of three prompts for a tiny target of Kimi's family, and rows for it."""
+"""A dataset of three prompts for a tiny target, of Kimi's family unless told otherwise, and rows
+for it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
-from families import KIMI
+from families import KIMI, TinyTarget
 
 from drafter import jsonl, template, toolcalls
 from drafter.declared import Tools
@@ -31,6 +32,7 @@ class World(NamedTuple):
     family: Family
     judge: Judge
     prompt: list[int]
+    thinking: bool = True
 
     def ids(self, text: str) -> list[int]:
         return template.encode(self.tokenizer, text)
@@ -58,11 +60,12 @@ class World(NamedTuple):
     def gate(self, rules: Validate | None = None) -> Iterator[Gate]:
         with Prompts(self.root / "prompt_ids.jsonl") as prompts:
             tools = Tools(self.root / "prompts.jsonl")
-            yield Gate(self.family, rules or Validate(), True, prompts, tools, self.judge)
+            rules = rules or Validate()
+            yield Gate(self.family, rules, self.thinking, prompts, tools, self.judge)
 
 
-def make_world(root: Path) -> World:
-    tokenizer = template.load_tokenizer(KIMI.save(root))
+def make_world(root: Path, target: TinyTarget = KIMI, thinking: bool = True) -> World:
+    tokenizer = template.load_tokenizer(target.save(root))
     family = template.family(root, tokenizer)
     spelling = toolcalls.learn(tokenizer, family)
     judge = Judge(family, spelling, lambda ids: template.decode(tokenizer, ids))
@@ -72,7 +75,7 @@ def make_world(root: Path) -> World:
     (root / "prompts.jsonl").write_bytes(b"".join(map(line, prompts)))
     prompt_ids = [{"sample_id": name, "input_ids": prompt} for name in NAMES]
     (root / "prompt_ids.jsonl").write_bytes(b"".join(map(line, prompt_ids)))
-    return World(root, tokenizer, family, judge, prompt)
+    return World(root, tokenizer, family, judge, prompt, thinking)
 
 
 def line(row: Any) -> bytes:

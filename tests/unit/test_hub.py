@@ -282,8 +282,16 @@ def test_an_endpoint_that_is_no_hub_is_named(
 
 @pytest.mark.parametrize(
     "page",
-    ['{"error": "x"}', "null", "3", '["a"]', "[[]]", '[{"path": "a"}]', '[{"type": "file"}]']
-    + ['[{"type": "file", "path": "a.jsonl", "size": null}]'],
+    [
+        '{"error": "x"}',
+        "null",
+        "3",
+        '["a"]',
+        "[[]]",
+        '[{"path": "a"}]',
+        '[{"type": "file"}]',
+        '[{"type": "file", "path": "a.jsonl", "size": null}]',
+    ],
 )
 def test_json_that_is_no_list_of_files_is_named(page: str, remote: FakeHub) -> None:
     remote.portal = page.encode()

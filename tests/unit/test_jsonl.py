@@ -84,6 +84,22 @@ def test_damage_with_a_newline_names_file_and_line(bad: bytes, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("size", [999, 1000, 1001, 20_000_000])
+@pytest.mark.parametrize("begin", [b"[", b'{"a":'])
+@pytest.mark.parametrize(("levels", "fault"), [(200, None), (201, "more than 200 lists")])
+def test_lists_and_objects_deep_in_each_other_are_damage_that_every_reader_survives(
+    begin: bytes, levels: int, fault: str | None
+) -> None:
+    end = {b"[": b"]", b'{"a":': b"}"}[begin]
+    # What stands in a string, or beside, is not deep.
+    raw = b'{"text": "%b", "flat": [%b0], "deep": %b0%b}' % (
+        *(b"[" * 500, b"[],{}," * 500),
+        *(begin * (levels - 1), end * (levels - 1)),
+    )
+    value, told = jsonl.parse(raw)
+    assert (value is None) is (fault is not None)
+    assert (told or "").startswith(fault or "")
+
+
 def test_a_line_longer_than_the_limit_is_damage_and_skipped_in_blocks(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

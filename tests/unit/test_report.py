@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow.parquet
 import pytest
 from unit.test_show import TOKENIZER, answer, prepared, put
 
@@ -29,6 +30,7 @@ from drafter.report import Report
 from drafter.report.figures import EDGES, figures, group
 from drafter.report.glance import headline
 from drafter.report.html import page, percent, tag
+from drafter.report.page import dataset_page
 from drafter.report.tables import lines
 
 __all__ = ["prepared"]
@@ -313,6 +315,40 @@ def test_hostile_text_stays_text(site: Site) -> None:
     assert site.page.count("&lt;script&gt;alert(1)") >= 5
 
 
+LONG = "M" * 1_000_000
+
+
+def test_whatever_the_answers_hold_a_page_stays_small_enough_to_open(site: Site) -> None:
+    turn = {"role": "user", "content": "<" * 5000}
+    for number in range(6, 30):
+        name = f"B1-{number}"
+        put(site.prepared.prompts, {"sample_id": name, "messages": [turn] * 100, "tools": None})
+        site.store(answer(name, f"{'oak ' * 3000}</think>{'elm ' * 3000}<|im_end|>"), "closed")
+    odd = {"sample_id": LONG, "messages": [{"role": LONG, "content": LONG}], "tools": [LONG]}
+    put(site.prepared.prompts, odd)
+    site.store(answer(LONG, SOUND), "no stop id")
+    site.finish()
+    assert len(site.page) < 3_000_000 and "[... 92 turns ...]" in site.page
+    assert "M" * 121 not in site.overview + re.sub("(?s)<pre.*?</pre>", "", site.page)
+
+
+def test_lists_deep_in_each_other_are_shown_as_the_line_they_stand_in(site: Site) -> None:
+    deep = b'{"sample_id":"B1-5","output_ids":' + b"[" * 1000 + b"]" * 1000 + b"}\n"
+    put(site.prepared.prompts, deep)
+    site.store(deep, "damaged line")
+    site.finish()
+    assert "&quot;output_ids&quot;:[[[[" in site.page
+
+
+def test_a_single_row_above_its_cap_is_not_called_too_many() -> None:
+    counted = found(("unclosed",), *[("closed",)] * 3)
+    for cap, colour in ((0.1, ""), (0.0, "bad")):
+        counted.about["cap"]["unclosed"] = cap
+        text = dataset_page(figures(counted), [])
+        share = re.search(r'<span class="(\w*)">25\.0\u202f%</span>', text)
+        assert share is not None and share[1] == colour
+
+
 def test_a_page_loads_nothing_and_runs_nothing(site: Site) -> None:
     site.finish()
     for text in (site.page, site.overview):
@@ -451,7 +487,7 @@ def test_without_a_validation_there_is_no_report(site: Site) -> None:
         run(site, "show", "B1", "--audit")
 
 
-@pytest.mark.parametrize("content", ["nothing", "another table"])
+@pytest.mark.parametrize("content", ["nothing", "another table", "another writer"])
 def test_a_table_that_cannot_be_read_is_named_and_harms_no_other_dataset(
     site: Site, content: str
 ) -> None:
@@ -460,6 +496,9 @@ def test_a_table_that_cannot_be_read_is_named_and_harms_no_other_dataset(
     for path in (other, site.prepared.findings):
         if content == "nothing":
             path.write_bytes(b"PAR1")
+        elif content == "another writer":
+            column = pyarrow.table({"a": [1]})
+            pyarrow.parquet.write_table(column.replace_schema_metadata({"pandas": "{}"}), path)
         else:
             pd.DataFrame({"a": [1]}).to_parquet(path)
     with pytest.raises(DataError, match=r"rows\.parquet .* delete it, then run validate"):

@@ -52,7 +52,16 @@ REASONING: list[tuple[Family, list[int], str]] = [
 
 @pytest.mark.parametrize(("family", "output_ids", "kind"), REASONING)
 def test_reasoning_is_classified(family: Family, output_ids: list[int], kind: str) -> None:
-    assert reasoning(marked(output_ids, family), family) == kind
+    cut = output_ids[-1] not in family.stop_ids
+    assert reasoning(marked(output_ids, family), family, cut) == kind
+
+
+@pytest.mark.parametrize(("family", "output_ids"), [(FAMILY, [TEXT]), (OPENED, [OPEN, TEXT])])
+def test_what_an_engine_says_stopped_was_not_cut_though_its_stop_id_is_missing(
+    family: Family, output_ids: list[int]
+) -> None:
+    assert reasoning(marked(output_ids, family), family, False) == "unclosed"
+    assert verdict(row(output_ids), family, True) == ("broken", "unclosed")
 
 
 @pytest.mark.parametrize(
@@ -105,6 +114,10 @@ VERDICTS: list[tuple[bool, list[int], str, tuple[str, str]]] = [
     (True, [TEXT, TOOL, TEXT], "length", ("sound", "tool in thinking")),
     (True, [TEXT, TEXT], "length", ("cut", "truncated in thinking")),
     (True, [TEXT, CLOSE], "length", ("cut", "no answer")),
+    (True, [TEXT, CLOSE, STOP], "length", ("broken", "no answer")),
+    (True, [TEXT, STOP], "length", ("broken", "unclosed")),
+    (True, [TEXT, CLOSE, TEXT, STOP], "length", ("sound", "closed")),
+    (True, [TEXT, CLOSE, TOOL, TEXT, STOP], "length", ("broken", "tool call not closed")),
     (True, [TEXT, CLOSE, STOP], "stop", ("broken", "no answer")),
     (True, [TEXT, STOP], "stop", ("broken", "unclosed")),
     (True, [CLOSE, TEXT, STOP], "stop", ("broken", "empty thinking")),
@@ -114,6 +127,7 @@ VERDICTS: list[tuple[bool, list[int], str, tuple[str, str]]] = [
     (False, [TOOL, TEXT, TOOL_END, STOP], "stop", ("sound", "not thinking")),
     (False, [TEXT, TEXT], "length", ("sound", "not thinking")),
     (False, [BLANK], "length", ("cut", "no answer")),
+    (False, [STOP], "length", ("broken", "no answer")),
     (False, [STOP], "stop", ("broken", "no answer")),
     (False, [TOOL, TEXT, STOP], "stop", ("broken", "tool call not closed")),
     (False, [TEXT, CLOSE, TEXT, STOP], "stop", ("broken", "thinking although off")),
@@ -155,6 +169,9 @@ REMARKS: list[tuple[list[int], str, list[str]]] = [
     ([TEXT, TOOL_END, CLOSE, TEXT, STOP], "stop", ["control token out of place: 4 at 1 of 5"]),
     ([CLOSE, TEXT, CLOSE, TEXT, STOP], "stop", ["empty thinking", "several closes: 2"]),
     ([TEXT, STOP], "stop", ["unclosed"]),
+    ([TEXT, CLOSE, STOP], "length", ["no answer", "cut by length"]),
+    ([OPEN] * 20_000 + [STOP], "stop", ["unclosed"]),
+    ([TEXT, TEXT], "stop", ["unclosed", "no stop id: last id 10"]),
     ([TEXT, 0, 1, CLOSE, TEXT, STOP], "stop", ["control token out of place: 1 at 2 of 6"]),
 ]
 
@@ -167,3 +184,33 @@ def test_all_that_is_odd_about_an_answer_is_said(
     shape = look(found, WITH_USER, True, finish == "length")
     said = remarks(shape, found, row(output_ids, finish), WITH_USER, True)
     assert list(map(str, said)) == wanted
+
+
+OPENED_WITH_USER = replace(WITH_USER, prefilled=False)
+OPENING: list[tuple[list[int], list[str]]] = [
+    ([OPEN, TEXT, CLOSE, TEXT, STOP], []),
+    ([BLANK, OPEN, BLANK, TEXT, CLOSE, TEXT, STOP], []),
+    ([OPEN, OPEN, TEXT, CLOSE, TEXT, STOP], []),
+    ([TEXT, OPEN, TEXT, CLOSE, TEXT, STOP], ["control token out of place: 1 at 1 of 6"]),
+    ([TEXT, OPEN, TEXT, CLOSE, STOP], ["no answer", "control token out of place: 1 at 1 of 5"]),
+    ([TEXT, CLOSE, TEXT, STOP], ["unclosed: it never began to think"]),
+    ([OPEN, TEXT, STOP], ["unclosed"]),
+]
+
+
+@pytest.mark.parametrize(("output_ids", "wanted"), OPENING)
+def test_a_target_that_opens_its_thinking_itself_does_so_first(
+    output_ids: list[int], wanted: list[str]
+) -> None:
+    found = marked(output_ids, OPENED_WITH_USER)
+    shape = look(found, OPENED_WITH_USER, True, False)
+    said = remarks(shape, found, row(output_ids), OPENED_WITH_USER, True)
+    assert list(map(str, said)) == wanted
+
+
+@pytest.mark.parametrize("output_ids", [[BLANK], [BLANK, BLANK], [STOP]])
+def test_a_cut_before_anything_was_said_leaves_nothing_to_train_on(output_ids: list[int]) -> None:
+    found = marked(output_ids)
+    shape = look(found, FAMILY, False, True)
+    said = remarks(shape, found, row(output_ids, "length"), FAMILY, False)
+    assert [remark.kind for remark in said] == ["no answer", "cut by length"]

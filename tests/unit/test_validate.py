@@ -279,6 +279,13 @@ def test_a_class_above_its_cap_fails_with_the_numbers_even_if_its_rows_are_accep
     assert read_section(site.prepared.manifest, "validate") is None
 
 
+def test_a_share_below_one_percent_is_told_as_it_is(tmp_path: Path) -> None:
+    site = Site(tmp_path, rules={"cap": {"cut by length": 0.005}})
+    rows = [row(i, [TEXT, CLOSE, TEXT], finish_reason="length") for i in range(3)]
+    with pytest.raises(DataError, match=r"at most 0\.5% may be"):
+        run(site, rows)
+
+
 @pytest.mark.parametrize(("cap", "allowed"), [(0, 0), (0.001, 1), (0.2, 2), (1, 10)])
 def test_one_row_is_no_share_unless_there_must_be_none(
     cap: float, allowed: int, tmp_path: Path

@@ -111,6 +111,12 @@ def lost_report(site: Answered) -> None:
     site.prepared.findings.unlink()
 
 
+def other_stop_ids(site: Answered) -> None:
+    path = site.root / "target" / "generation_config.json"
+    stop_ids = json.loads(path.read_text())["eos_token_id"]
+    path.write_text(json.dumps({"eos_token_id": [*stop_ids, 1]}))
+
+
 def other_software(site: Answered) -> None:
     section = read_section(site.prepared.manifest, "validate") or {}
     software = {**section["inputs"]["software"], "tokenizers": "0.0"}
@@ -119,7 +125,16 @@ def other_software(site: Answered) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [rules, one_row_less, lost_output, altered_output, lost_report, other_software]
+    "change",
+    [
+        rules,
+        one_row_less,
+        lost_output,
+        altered_output,
+        lost_report,
+        other_stop_ids,
+        other_software,
+    ],
 )
 def test_whatever_the_result_depends_on_makes_it_be_done_anew(
     change: Callable[[Answered], None], site: Answered
@@ -238,6 +253,24 @@ def test_a_damaged_file_is_repaired_and_loses_no_good_row(site: Answered, capsys
     assert "set aside 2 of raw_responses.jsonl" in capsys.readouterr().out
     assert site.validate()["accepted"] == ROWS
     assert json.loads(site.prepared.tokenized.read_text().splitlines()[0])["sample_id"]
+
+
+def test_a_disk_without_room_is_one_sentence_and_costs_nothing(site: Answered) -> None:
+    before = site.files()
+    job = site.job("validate")
+    # What anybody can do: files of a kilobyte at most.
+    command = [sys.executable, "-m", "drafter", "run", str(job.dir.root)]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 1; exec "$@"', "-", *command],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "include")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert f"no room for what validate writes into {site.prepared.root}" in done.stderr
+    assert done.stderr.endswith("run validate again; the answers are untouched\n")
+    assert {**before, ".lock": b""} == site.files()
+    assert site.validate()["accepted"] == ROWS
 
 
 def test_damaged_prompts_cost_no_row_and_are_named(site: Answered) -> None:

@@ -14,6 +14,9 @@ from drafter.terminal import inert
 THIN = "\u202f"
 """A narrow space that no line breaks at: between a number and its unit."""
 
+NAME_LENGTH = 120
+"""Characters of a name that a page shows: ids and roles may be as long as their file."""
+
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """Should foreign text ever become markup after all, the browser loads and runs nothing."""
 

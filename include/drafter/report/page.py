@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from drafter.kinds import KINDS
+from drafter.kinds import KINDS, exceeds
 from drafter.report.figures import Figures, Kind
 from drafter.report.glance import glance, headline, outcome, refusal
-from drafter.report.html import Child, Html, join, number, page, percent, section, table, tag
+from drafter.report.html import (
+    NAME_LENGTH,
+    Child,
+    Html,
+    join,
+    number,
+    page,
+    percent,
+    section,
+    table,
+    tag,
+)
 from drafter.report.plots import panels, share_bar, used_bins
 from drafter.report.reading import Audited, samples
+from drafter.terminal import clip
 
 ABOUT_LENGTH = (
     "Tokens of each part, over the valid rows that have it. Two columns per doubling; 1k is 1,024."
@@ -82,7 +94,7 @@ def _budget(figures: Figures) -> str:
 
 def _kinds(figures: Figures, anchors: Mapping[str, str]) -> Html:
     def line(kind: Kind) -> list[Child]:
-        over = kind.cap is not None and kind.rows > kind.cap * figures.rows
+        over = kind.cap is not None and exceeds(kind.rows, figures.rows, kind.cap)
         share = tag("span", percent(kind.rows, figures.rows), class_="bad" if over else "")
         cap = "" if kind.cap is None else f"{100 * kind.cap:g}\u202f%"
         told = [tag("small", about.text) for name, about in KINDS.items() if name == kind.name]
@@ -108,10 +120,10 @@ _COLOURS = {"accept": "good", "flag": "warn", "reject": "bad"}
 
 
 def _examples(kind: Kind, anchors: Mapping[str, str]) -> Html:
-    links = [
-        tag("code", tag("a", name, href=anchors[name]) if name in anchors else name)
-        for name in kind.examples
-    ]
+    links = []
+    for name in kind.examples:
+        said = clip(name, NAME_LENGTH)
+        links.append(tag("code", tag("a", said, href=anchors[name]) if name in anchors else said))
     reason = [] if kind.reason in (kind.name, "") else [tag("small", kind.reason)]
     return tag("div", *links, *reason, class_="examples")
 

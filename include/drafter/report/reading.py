@@ -7,9 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from drafter.report.figures import Figures
-from drafter.report.html import Html, section, tag
+from drafter.report.html import NAME_LENGTH, Html, section, tag
 from drafter.show import ELIDED_AT, Text, View
-from drafter.terminal import elide, unmark
+from drafter.terminal import clip, elide, unmark
+
+SHOWN_TURNS = 4
+"""Of a prompt, at each end: agents talk for a hundred turns."""
 
 _COLOURS = {"accepted": "good", "flagged": "warn", "rejected": "bad"}
 
@@ -27,7 +30,8 @@ def samples(audited: Sequence[Audited], figures: Figures) -> Html:
         *(_sample(row, f"audit-{place}") for place, row in enumerate(audited)),
         note=f"{len(audited):,} of {figures.rows:,} rows, drawn by the hash of their sample ids and"
         " the same each time, at least one of every class. Those that were not accepted come"
-        f" first. Texts beyond {ELIDED_AT:,} characters lose their middle:"
+        f" first. Texts beyond {ELIDED_AT:,} characters and prompts beyond {2 * SHOWN_TURNS} turns"
+        " lose their middle:"
         f" `drafter show {figures.dataset} --sample ID --full` has all of it.",
     )
 
@@ -38,7 +42,7 @@ def _sample(row: Audited, anchor: str) -> Html:
         "summary",
         tag("span", row.verdict, class_=_COLOURS.get(row.verdict, "")),
         tag("span", row.kinds),
-        tag("span", shown.sample_id, class_="id"),
+        tag("span", clip(shown.sample_id, NAME_LENGTH), class_="id"),
     )
     return tag("details", summary, tag("div", *_body(row), class_="sample"), id=anchor)
 
@@ -51,8 +55,7 @@ def _body(row: Audited) -> Iterator[Html]:
     yield tag("p", told, class_="soft")
     if shown.prompt is None:
         yield tag("p", "prompt unknown: not in prompts.jsonl", class_="warn")
-    for text in shown.prompt or ():
-        yield from _text(text, "prompt")
+    yield from _prompt(shown.prompt or [])
     for text in shown.response:
         yield from _text(text, text.title)
     for name, ids in (("prompt ids", shown.prompt_ids), ("output ids", shown.output_ids)):
@@ -60,7 +63,18 @@ def _body(row: Audited) -> Iterator[Html]:
             yield tag("p", f"{name}: ", tag("code", ids), class_="soft")
 
 
+def _prompt(turns: list[Text]) -> Iterator[Html]:
+    num_left_out = max(len(turns) - 2 * SHOWN_TURNS, 0)
+    end = SHOWN_TURNS if num_left_out else len(turns)
+    for text in turns[:end]:
+        yield from _text(text, "prompt")
+    if num_left_out:
+        yield tag("p", f"[... {num_left_out:,} turns ...]", class_="soft")
+    for text in turns[end + num_left_out :]:
+        yield from _text(text, "prompt")
+
+
 def _text(text: Text, class_: str) -> Iterator[Html]:
-    yield tag("h3", text.title)
+    yield tag("h3", clip(text.title, NAME_LENGTH))
     body = html.escape(elide(text.text, ELIDED_AT))
     yield tag("pre", Html(unmark(body, lambda token: f"<i>{token}</i>")), class_=class_)

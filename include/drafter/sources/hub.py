@@ -111,7 +111,8 @@ def _entries(listed: Any) -> list[dict[str, Any]]:
         for key, kind in wanted.items():
             if not isinstance(entry, dict) or not isinstance(entry.get(key), kind):
                 raise ValueError(f"an entry without {key}")
-    return listed
+    entries: list[dict[str, Any]] = listed
+    return entries
 
 
 def _no_hub(url: str, what: str) -> RecipeError:
