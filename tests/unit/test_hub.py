@@ -274,7 +274,7 @@ def test_an_endpoint_that_is_no_hub_is_named(
     remote.portal = b"<html>Please log in</html>"
     with pytest.raises(RecipeError, match="answers no list of files: correct HF_ENDPOINT, or the"):
         read()
-    for endpoint in ("huggingface.co", "http://", "http://[bad"):
+    for endpoint in ("huggingface.co", "http://", "https://a:b"):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         with pytest.raises(RecipeError, match="needs http:// or https:// and a host"):
             read()
@@ -282,8 +282,10 @@ def test_an_endpoint_that_is_no_hub_is_named(
 
 @pytest.mark.parametrize(
     "page",
-    ['{"error": "x"}', "null", "3", '["a"]', "[[]]", '[{"path": "a"}]', '[{"type": "file"}]']
-    + ['[{"type": "file", "path": "a.jsonl", "size": null}]'],
+    [
+        *('{"error": "x"}', "null", "3", '["a"]', "[[]]", '[{"path": "a"}]', '[{"type": "file"}]'),
+        '[{"type": "file", "path": "a.jsonl", "size": null}]',
+    ],
 )
 def test_json_that_is_no_list_of_files_is_named(page: str, remote: FakeHub) -> None:
     remote.portal = page.encode()
