@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
+from drafter.errors import DataError
 from drafter.files import read_section, write_section
 from drafter.layout import Prepared
 
@@ -59,15 +60,29 @@ def pending(
 
 def given(prepared: Prepared, identity: dict[str, Any]) -> dict[str, Any] | None:
     """The approval of rows made with ``identity``."""
-    section = read_section(prepared.manifest, SECTION) or {}
-    approval: dict[str, Any] | None = section.get("approval")
+    approval: dict[str, Any] | None = _section(prepared).get("approval")
     return approval if approval and approval["identity"] == identity else None
 
 
 def begins_at(prepared: Prepared, num_stored: int) -> int:
     """First row of the pilot; a person may have discarded rows before it."""
-    section = read_section(prepared.manifest, SECTION) or {}
-    return min(int(section.get("first", 0)), num_stored)
+    first: int = _section(prepared).get("first", 0)
+    return min(first, num_stored)
+
+
+def _section(prepared: Prepared) -> dict[str, Any]:
+    """DataError when a hand has made it something else."""
+    section = read_section(prepared.manifest, SECTION)
+    if section is None:
+        return {}
+    first, approval = section.get("first"), section.get("approval")
+    is_given = isinstance(approval, dict) and {"identity", "by"} <= approval.keys()
+    if type(first) is not int or first < 0 or not (approval is None or is_given):
+        raise DataError(
+            f"section {SECTION} of {prepared.manifest} is {section!r:.80}, needs first and"
+            " approval: remove it, and its pilot waits for approval again"
+        )
+    return section
 
 
 def give(

@@ -72,10 +72,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_section(manifest: Path, section: str) -> dict[str, Any] | None:
-    """One phase's section of a manifest; None when that phase has not finished."""
+    """One phase's section of a manifest; None when that phase has not finished. DataError when it
+    is no JSON object."""
     if not manifest.exists():
         return None
-    value: dict[str, Any] | None = read_json(manifest).get(section)
+    value = read_json(manifest).get(section)
+    if value is not None and not isinstance(value, dict):
+        raise DataError(
+            f"section {section} of {manifest} is {value!r:.60}, needs an object: remove it and run"
+            " its phase again"
+        )
     return value
 
 

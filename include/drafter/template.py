@@ -62,8 +62,9 @@ def load_tokenizer(target: Path) -> Any:
 
 def render(tokenizer: Any, prompt: Prompt, thinking: bool) -> list[int]:
     """Ids of ``prompt`` up to where the target speaks. DataError when the template refuses it."""
-    text = "\n".join(_strings(prompt.content))
-    if not _control_pattern(tokenizer).search(text):
+    strings = list(_strings(prompt.content))
+    text = "\n".join(strings)
+    if not _control_pattern(tokenizer).search(text) and not _may_meet(tokenizer, strings):
         ids: list[int] = _apply(tokenizer, prompt, thinking, tokenize=True)
         return ids
     cut = _unused_character(text)
@@ -182,8 +183,10 @@ def _marked(tokenizer: Any, message: Message, cut: str) -> Message:
 
 
 def _cut_open(tokenizer: Any, value: Any, cut: str) -> Any:
-    """``value`` with ``cut`` behind the first character of every control string in it."""
+    """``value`` with ``cut`` behind the first character of every control string in it, and behind
+    an end that is the begin of one."""
     pattern = _control_pattern(tokenizer)
+    begins = _halves(tokenizer)[0]
 
     def opened(text: str) -> str:
         pieces, begin = [], 0
@@ -192,9 +195,39 @@ def _cut_open(tokenizer: Any, value: Any, cut: str) -> Any:
             end = found.start() + 1
             pieces += [text[begin:end], cut]
             begin = end
-        return "".join([*pieces, text[begin:]])
+        left = text[begin:]
+        # Templates trim, and may set the next text right behind.
+        end = len(left.rstrip())
+        if _ends_in(left[:end], begins):
+            left = left[:end] + cut + left[end:]
+        return "".join([*pieces, left])
 
     return mapped(value, opened)
+
+
+@functools.lru_cache(maxsize=4)
+def _halves(tokenizer: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """Every begin and every end of a control string, none of them whole."""
+    cuts = [(token, n) for token in control_tokens(tokenizer) for n in range(1, len(token))]
+    return frozenset(t[:n] for t, n in cuts), frozenset(t[n:] for t, n in cuts)
+
+
+def _ends_in(text: str, begins: frozenset[str]) -> bool:
+    return any(text[-n:] in begins for n in range(1, min(len(text), _longest(begins)) + 1))
+
+
+def _may_meet(tokenizer: Any, strings: list[str]) -> bool:
+    """Could a template that sets two of ``strings`` side by side make a control string of them?"""
+    begins, ends = _halves(tokenizer)
+    if not any(_ends_in(text.rstrip(), begins) for text in strings):
+        return False
+    heads = (text.lstrip()[: _longest(ends)] for text in strings)
+    return any(head[:n] in ends for head in heads for n in range(1, len(head) + 1))
+
+
+@functools.lru_cache(maxsize=8)
+def _longest(halves: frozenset[str]) -> int:
+    return max(map(len, halves), default=0)
 
 
 def _unused_character(text: str) -> str:

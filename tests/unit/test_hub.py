@@ -274,7 +274,7 @@ def test_an_endpoint_that_is_no_hub_is_named(
     remote.portal = b"<html>Please log in</html>"
     with pytest.raises(RecipeError, match="answers no list of files: correct HF_ENDPOINT, or the"):
         read()
-    for endpoint in ("huggingface.co", "http://", "http://[bad"):
+    for endpoint in ("huggingface.co", "http://", "https://a:b"):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         with pytest.raises(RecipeError, match="needs http:// or https:// and a host"):
             read()

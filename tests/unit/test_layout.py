@@ -127,3 +127,11 @@ def test_jobs_on_a_dataset_share_its_lock_and_jobs_over_all_have_their_own(tmp_p
     workspace = Workspace(tmp_path)
     assert workspace.lock("generate", "B1") == workspace.lock("validate", "B1")
     assert workspace.lock("train", "all") != workspace.lock("prepare", "all")
+
+
+@pytest.mark.parametrize("section", [3, "done", [], True])
+def test_a_section_that_is_no_object_is_named(section: object, tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.json"
+    write_json(manifest, {"prepare": section})
+    with pytest.raises(DataError, match=r"section prepare of .*manifest\.json is .*: remove it"):
+        read_section(manifest, "prepare")

@@ -62,8 +62,10 @@ PENDING = {
     "many rows of before": (None, 50, 60, Pending(0, 50, 12)),
     "few prompts": (None, 3, 3, Pending(0, 3, 3)),
     "no prompts": (None, 0, 0, None),
-    "approved": ({"first": 0, "approval": {"identity": {"t": 1}}}, 12, 60, None),
-    "otherwise made": ({"first": 0, "approval": {"identity": {}}}, 12, 60, Pending(0, 12, 12)),
+    "approved": ({"first": 0, "approval": {"identity": {"t": 1}, "by": "Ada"}}, 12, 60, None),
+    "otherwise made": (
+        {"first": 0, "approval": {"identity": {}, "by": "Ada"}}, 12, 60, Pending(0, 12, 12)
+    ),
     "taken back": ({"first": 40, "approval": None}, 40, 60, Pending(40, 0, 12)),
     "a new one after that": ({"first": 40, "approval": None}, 52, 60, Pending(40, 12, 12)),
     "few prompts after that": ({"first": 55, "approval": None}, 60, 60, Pending(55, 5, 5)),
@@ -81,6 +83,21 @@ def test_what_a_person_still_has_to_approve(
     if section:
         write_section(prepared.manifest, approval.SECTION, section)
     assert approval.pending(prepared, {"t": 1}, 12, num_stored, num_prompts) == expected
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        *([], "approved", {}, {"first": "0"}, {"first": -1}, {"first": True}, {"first": 1.5}),
+        *({"first": 0, "approval": given} for given in (True, [], {}, {"by": "Ada"})),
+    ],
+    ids=repr,
+)
+def test_an_approval_written_by_a_clumsy_hand_is_no_approval(section: Any, site: Site) -> None:
+    write_section(site.prepared.manifest, approval.SECTION, section)
+    for look in (lambda: approval.given(site.prepared, {}), lambda: decided(site)):
+        with pytest.raises(DataError, match=r"section pilot of .*manifest\.json is .*: remove it"):
+            look()
 
 
 def test_a_pilot_stops_at_its_rows_and_leaves_nothing_that_looks_generated(site: Site) -> None:

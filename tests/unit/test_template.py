@@ -174,7 +174,7 @@ def test_a_template_that_refuses_a_prompt_is_an_error_of_the_data(tmp_path: Path
 @pytest.mark.parametrize(
     ("expression", "reason"),
     [
-        ("{{ messages | items }}", "Can only get item pairs from a mapping."),
+        ("{% for a in messages[0].content | items %}{% endfor %}", "Can only get item pairs from"),
         ("{{ messages[0].content + 3 }}", "can only concatenate str"),
         ("{{ messages[0].nothing.at_all }}", "has no attribute 'nothing'"),
         ("{{ 'abc'.index('z') }}", "substring not found"),

@@ -278,6 +278,33 @@ def test_answers_are_read_by_what_the_family_says_and_not_by_numbers(
             assert verdict(row, target.family, thinking) == tuple(expected), text
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_texts_that_a_template_sets_side_by_side_make_no_control_id(
+    name: str, targets: dict[str, Target]
+) -> None:
+    tokenizer = targets[name].tokenizer
+    controls = template.control_tokens(tokenizer)
+    ids = set(controls.values())
+
+    def rendered(*texts: str) -> list[int]:
+        # Some templates put all system turns at the head, one behind another.
+        turns = [{"role": "system", "content": text} for text in texts]
+        return template.render(tokenizer, Prompt([ASKED, *turns, ASKED]), True)
+
+    def found(rendered_ids: list[int]) -> list[int]:
+        return [i for i in rendered_ids if i in ids]
+
+    expected = {n: found(rendered(*["zzz"] * n)) for n in (2, 3)}
+    for token in sorted(token for token in controls if "place▁holder" not in token):
+        for n in range(1, len(token)):
+            for texts in (
+                (token[:n], token[n:]),
+                (f"a {token[:n]} ", f"\n{token[n:]} b"),
+                (token[0], token[1:n], token[n:]),
+            ):
+                assert found(rendered(*texts)) == expected[len(texts)], texts
+
+
 def test_a_target_that_never_thinks_is_read_so(targets: dict[str, Target]) -> None:
     target = targets["plain"]
     assert target.family.think_close is None

@@ -106,7 +106,9 @@ def _tree(client: httpx.Client, hub: str, revision: str) -> Iterator[dict[str, A
 def _entries(listed: Any) -> list[dict[str, Any]]:
     """ValueError for what is no page of a tree."""
     kinds = {"type": str, "path": str, "size": int}
-    for entry in listed if isinstance(listed, list) else [listed]:
+    if not isinstance(listed, list):
+        raise ValueError("no list")
+    for entry in listed:
         wanted = kinds if isinstance(entry, dict) and entry.get("type") == "file" else {"type": str}
         for key, kind in wanted.items():
             if not isinstance(entry, dict) or not isinstance(entry.get(key), kind):
