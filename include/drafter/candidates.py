@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 
 from drafter import conversion
-from drafter.deduplication import deduplicate
+from drafter.deduplication import Contents, deduplicate
 from drafter.sections import Dataset
 from drafter.spool import Spool
 from drafter.tally import Tally
@@ -38,9 +38,15 @@ class Candidates(NamedTuple):
 
 
 def gather(
-    sources: Sequence[Dataset], seed: int, spool: Spool, tallies: dict[str, Tally], tick: Tick
+    sources: Sequence[Dataset],
+    seed: int,
+    paid: Sequence[Contents],
+    spool: Spool,
+    tallies: dict[str, Tally],
+    tick: Tick,
 ) -> list[Candidates]:
-    """Read everything; what each dataset keeps. What it does not is counted in ``tallies``."""
+    """Read everything; what each dataset keeps. What it does not is counted in ``tallies``.
+    ``paid``: of each dataset, the prompts that have an answer."""
     parts = conversion.parts(sources)
     read = bytearray()
     ends = [0] * len(sources)
@@ -58,7 +64,7 @@ def gather(
         tally.dropped.update(batch.dropped)
         tick(dataset=name, source_rows=tally.source_rows)
     keys = numpy.frombuffer(read, conversion.KEY)
-    kept, dropped = deduplicate(keys, [source.name for source in sources], ends)
+    kept, dropped = deduplicate(keys, [source.name for source in sources], ends, paid)
     for source, reasons in zip(sources, dropped, strict=True):
         tallies[source.name].dropped.update(reasons)
     contents = numpy.sort(keys["content"].astype(numpy.uint64))

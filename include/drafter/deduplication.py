@@ -14,16 +14,21 @@ Keys = NDArray[Any]
 
 Indices = NDArray[numpy.int64]
 
+Contents = NDArray[numpy.uint64]
+"""Hashes of contents, as in sample ids."""
+
 
 def deduplicate(
-    keys: Keys, names: Sequence[str], ends: Sequence[int]
+    keys: Keys, names: Sequence[str], ends: Sequence[int], paid: Sequence[Contents]
 ) -> tuple[list[Indices], list[Counter[str]]]:
     """Per dataset: indices of the keys it keeps, in the order of answering, and why others go.
 
     The keys of a dataset lie before its ``ends``. Of contents that are alike but for case and white
-    space the first dataset of the recipe keeps one, and of its own the one whose hash is smallest.
+    space one is kept: one that has an answer (``paid``, per dataset) before any other, or a row
+    that comes later would have its like asked and paid for again; else one of the first dataset of
+    the recipe, and of its own the one whose hash is smallest.
     """
-    lost, winners = _lost(keys, _doubtful(keys), ends)
+    lost, winners = _lost(keys, _doubtful(keys), ends, paid)
     is_kept = numpy.ones(len(keys), bool)
     is_kept[lost] = False
     kept, begin = [], 0
@@ -54,13 +59,17 @@ def _doubtful(keys: Keys) -> Indices:
     return numpy.sort(order[is_alike])
 
 
-def _lost(keys: Keys, doubtful: Indices, ends: Sequence[int]) -> tuple[Indices, Indices]:
+def _lost(
+    keys: Keys, doubtful: Indices, ends: Sequence[int], paid: Sequence[Contents]
+) -> tuple[Indices, Indices]:
     """Every one of ``doubtful`` that is not kept, and for each the one that is."""
-    some = keys[doubtful]
+    some, ranks = keys[doubtful], _ranks(doubtful, ends)
+    is_unpaid = numpy.ones(len(some), bool)
+    for rank, contents in enumerate(paid):
+        mine = ranks == rank
+        is_unpaid[mine] = ~numpy.isin(some["content"][mine].astype(numpy.uint64), contents)
     # Of equal contents in one dataset the first row: that is the order in which they come.
-    best_first = numpy.lexsort(
-        (some["content"], _ranks(doubtful, ends), some["near_rest"], some["near"])
-    )
+    best_first = numpy.lexsort((some["content"], ranks, is_unpaid, some["near_rest"], some["near"]))
     some, doubtful = some[best_first], doubtful[best_first]
     is_first = numpy.ones(len(some), bool)
     is_first[1:] = (some["near"][1:] != some["near"][:-1]) | (

@@ -2,7 +2,7 @@
 
 One job over all datasets, because no prompt is to be answered twice: of rows with one content the
 first dataset of the recipe keeps one, whatever the order of the rows. Contents that differ in case
-or white space only count as one. What is left is ordered by sha256(seed, sample id), so that a
+or white space only count as one; one that has an answer stays. What is left is ordered by sha256(seed, sample id), so that a
 shuffled source gives the same prompts; those above the cap of prompt tokens are shortened where the
 format allows it and else dropped, then ``max_samples`` are taken. Every row is accounted for:
 source_rows = prompts + sum(dropped).
@@ -65,7 +65,8 @@ def run(job: Job) -> None:
     pace = _Pace(job)
     changed = False
     with _spool(job) as spool:
-        found = gather(recipe.datasets, recipe.generate.seed, spool, tallies, pace.tick)
+        paid = [prompts.paid(workspace.prepared(name)) for name in recipe.dataset_names]
+        found = gather(recipe.datasets, recipe.generate.seed, paid, spool, tallies, pace.tick)
         for source, candidates in zip(recipe.datasets, found, strict=True):
             tally, prepared = tallies[source.name], workspace.prepared(source.name)
             max_tokens = source.max_prompt_tokens or recipe.generate.max_prompt_tokens

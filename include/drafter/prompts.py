@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
+from numpy.typing import NDArray
 
 from drafter import files, jsonl
 from drafter.files import digest
@@ -175,6 +176,14 @@ def has_adopted(prepared: Prepared) -> bool:
     """Adopted prompts stand first and all together."""
     first = next(iter(jsonl.scan(prepared.prompts)), None)
     return first is not None and isinstance(first.value, dict) and bool(first.value.get("adopted"))
+
+
+def paid(prepared: Prepared) -> NDArray[numpy.uint64]:
+    """Hash of the content of every prompt that has an answer, as in its sample id."""
+    pattern = re.compile(re.escape(prepared.root.name) + "-([0-9a-f]{16})")
+    # Adopted prompts have ids of their own.
+    found = (pattern.fullmatch(name) for name in _answered(prepared.responses))
+    return numpy.array([int(match[1], 16) for match in found if match], numpy.uint64)
 
 
 def _answered(responses: Path) -> set[str]:

@@ -286,6 +286,29 @@ def test_beside_responses_prompts_keep_their_order_and_new_ones_are_appended(sit
     assert ids(site.prepared("B2").prompt_ids) == now
 
 
+@pytest.mark.parametrize("place", ["B1", "B2"])
+def test_what_has_an_answer_is_not_asked_again_in_other_letters(place: str, site: Site) -> None:
+    site.source("B1", "opencodeinstruct", questions("something else"))
+    site.source("B2", "opencodeinstruct", questions("why is it so?", "a", "b"))
+    site.run()
+    paid = next(
+        row["sample_id"]
+        for row in read(site.prepared("B2").prompts)
+        if row["messages"][0]["content"] == "why is it so?"
+    )
+    site.respond("B2", [paid])
+    alike = questions(*("why is it so?".upper() + " " * n for n in range(8)))
+    before = site.prepared(place).prompts.read_text()
+    site.source(place, "opencodeinstruct", [*alike, *read(site.root / f"{place}.jsonl")])
+    site.run()
+    assert "WHY" not in site.prepared("B1").prompts.read_text()
+    assert "WHY" not in site.prepared("B2").prompts.read_text()
+    assert "retired" not in site.prepared("B2").prompts.read_text()
+    assert (
+        before.splitlines()[0].partition('"source"')[0] in site.prepared(place).prompts.read_text()
+    )
+
+
 def test_a_vanished_prompt_is_retired_and_keeps_its_ids_only_if_it_has_a_response(
     site: Site,
 ) -> None:

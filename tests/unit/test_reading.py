@@ -130,6 +130,19 @@ def test_an_array_with_a_row_beyond_the_limit_is_refused(
         list(reading.rows(path, max_row_bytes=100))
 
 
+@pytest.mark.parametrize("behind", ['[{"a": 2}]', " \n x", "," + " " * 99 + '{"a": 2}'])
+def test_what_stands_behind_an_array_is_refused_and_white_space_is_not(
+    behind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_BLOCK_BYTES", 8)
+    path = tmp_path / "source"
+    path.write_text('[{"a": 1}]' + " \n" * 20)
+    assert list(reading.rows(path)) == [{"a": 1}]
+    path.write_text(f'[{{"a": 1}}]{behind}')
+    with pytest.raises(DataError, match="goes on behind its array with"):
+        list(reading.rows(path))
+
+
 def torn(data: bytes) -> bytes:
     return data[:-20]
 

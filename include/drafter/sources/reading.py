@@ -243,8 +243,21 @@ def _elements(stream: _Stream, file: SourceFile, max_row_bytes: int) -> Iterator
             if element.strip():
                 yield element
             if mark in b"}]":
+                _require_end(buffer[position:], stream, file)
                 return
             begin = position
+
+
+def _require_end(rest: bytes, stream: _Stream, file: SourceFile) -> None:
+    """Nothing may stand behind an array: it would be rows that nobody reads and nobody counts."""
+    while not rest.strip():
+        rest = stream.read(_BLOCK_BYTES)
+        if not rest:
+            return
+    raise DataError(
+        f"{file} goes on behind its array with {rest.strip()[:20]!r}: make it one array, or one row"
+        " a line"
+    )
 
 
 def _parsed(raw: bytes) -> Row:
