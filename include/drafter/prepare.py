@@ -2,10 +2,10 @@
 
 One job over all datasets, because no prompt is to be answered twice: of rows with one content the
 first dataset of the recipe keeps one, whatever the order of the rows. Contents that differ in case
-or white space only count as one; one that has an answer stays. What is left is ordered by sha256(seed, sample id), so that a
-shuffled source gives the same prompts; those above the cap of prompt tokens are shortened where the
-format allows it and else dropped, then ``max_samples`` are taken. Every row is accounted for:
-source_rows = prompts + sum(dropped).
+or white space only count as one, and one that has an answer already stays. What is left is ordered
+by sha256(seed, sample id), so that a shuffled source gives the same prompts; those above the cap of
+prompt tokens are shortened where the format allows it and else dropped, then ``max_samples`` are
+taken. Every row is accounted for: source_rows = prompts + sum(dropped).
 
 Memory holds 40 bytes per row; prompts wait in their source or in temporary files.
 
