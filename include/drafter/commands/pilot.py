@@ -11,6 +11,7 @@ from drafter.commands import ADD_YES, Add, count, prepared_of, print_json, recip
 from drafter.errors import DataError, RecipeError
 from drafter.files import locked
 from drafter.layout import Prepared, Workspace
+from drafter.terminal import one_line
 
 if TYPE_CHECKING:
     from drafter.recipe import Recipe
@@ -92,7 +93,7 @@ def _answer(
     from drafter.identity import generation_identity
     from drafter.sessions import refuse_other_identity
 
-    name, by = arguments.dataset, arguments.by or getpass.getuser()
+    name, by = arguments.dataset, one_line(arguments.by or getpass.getuser())
     if arguments.yes:
         rewrite.finish(prepared)
     identity = generation_identity(recipe)
