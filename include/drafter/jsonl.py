@@ -250,7 +250,7 @@ def parse(raw: bytes) -> tuple[Any, str | None]:
 
 def _is_deep(value: Any) -> bool:
     level = [value]
-    for _ in range(MAX_LEVELS + 1):
+    for _ in range(MAX_LEVELS):
         inner = (outer.values() if isinstance(outer, dict) else outer for outer in level)
         level = [x for each in inner for x in each if isinstance(x, (dict, list))]
         if not level:
