@@ -140,12 +140,12 @@ def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> di
     if phase == "validate":
         if not prepared.responses.exists():
             raise DataError(f"{dataset} has no responses yet: run generate first")
-        prompts = _finished(prepared.manifest, "prepare")["files"]
+        _finished(prepared.manifest, "prepare")
         return {
             "responses": file_record(prepared.responses),
-            "prompt_ids": prompts[prepared.prompt_ids.name],
+            "prompt_ids": _record(prepared.prompt_ids),
             # For the tools that they declare.
-            "prompts": prompts.get(prepared.prompts.name),
+            "prompts": _record(prepared.prompts),
             # How many rows a person reads decides nothing about them.
             "rules": recipe.validate_.model_dump(mode="json", exclude={"audit_rows"}),
             "target": target_identity(recipe),
@@ -338,6 +338,10 @@ def _evaluation(path: Path) -> Any:
     if not path.exists():
         raise DataError(f"{path.stem} is not evaluated yet: run evaluate first")
     return read_json(path)
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    return file_record(path) if path.exists() else None
 
 
 def _prepared_together(workspace: Workspace, recipe: Recipe) -> dict[str, Any] | None:

@@ -48,6 +48,16 @@ REPORT_S = 1.0
 NAMED = 20
 """Damaged lines that are named; the rest is a count."""
 
+_REMEDIES = {
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space or raise the quota",
+    errno.EFBIG: "raise the limit on the size of files",
+    errno.EACCES: "make it writable",
+    errno.EPERM: "make it writable",
+    errno.EROFS: "mount it writable",
+    errno.EISDIR: "move it away",
+}
+
 
 def run(job: Job) -> None:
     """Raises what :func:`validate` raises."""
@@ -90,13 +100,13 @@ def validate(job: Job, family: Family, judge: Judge, collector: Collector) -> No
     refuse_other_prompts(prepared, target)
     refuse_other_identity(prepared, target)
     tools = Tools(prepared.prompts)
-    with Prompts(prepared.prompt_ids) as prompts, _room(prepared):
+    with Prompts(prepared.prompt_ids) as prompts, _explained(prepared):
         gate = Gate(family, rules, job.recipe.target.thinking, prompts, tools, judge)
         count = _write(job, prepared, gate, collector)
     damaged = [*count.damaged, *tools.damaged, *_altered(prepared, inputs["responses"])]
     breaches = tuple(_breaches(rules, count))
     outcome = Outcome(job.dataset, count.as_json(), breaches, tuple(map(str, damaged)))
-    with _room(prepared):
+    with _explained(prepared):
         made = collector.finish(outcome)
     try:
         _check(prepared, outcome, inputs["responses"]["bytes"], count.num_bytes)
@@ -115,15 +125,18 @@ def validate(job: Job, family: Family, judge: Judge, collector: Collector) -> No
 
 
 @contextlib.contextmanager
-def _room(prepared: Prepared) -> Iterator[None]:
+def _explained(prepared: Prepared) -> Iterator[None]:
+    """What the operating system refuses to write, as one sentence."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        number = error.errno or 0
+        if number not in _REMEDIES:
             raise
         raise DrafterError(
-            f"no room for what validate writes into {prepared.root} ({os.strerror(error.errno)}):"
-            " free disk space, then run validate again; the answers are untouched"
+            f"cannot write {error.filename2 or error.filename or prepared.root}"
+            f" ({os.strerror(number)}): {_REMEDIES[number]}, then run validate again; the answers"
+            " are untouched"
         ) from None
 
 

@@ -195,7 +195,8 @@ def test_what_the_canary_stopped_begins_with_a_pilot_of_new_rows(site: Site) -> 
         ids = thoughtful(request)
         return Reply(body=answer(request, ids if number <= 100 else [TEXT, TEXT, STOP]))
 
-    site.num_prompts = 300
+    # One at a time: answers come in the order of the requests.
+    site.num_prompts, site.in_flight = 300, 1
     site.__post_init__()
     with FakeEngine(loses_it) as engine:
         site.urls = (engine.url,)

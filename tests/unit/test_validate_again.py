@@ -15,7 +15,7 @@ from families import KIMI
 from unit.fake_engine import DATASET, Site
 
 from drafter import behaviour, cli, template, validate
-from drafter.errors import DataError, RecipeError
+from drafter.errors import DataError, DrafterError, RecipeError
 from drafter.files import read_json, read_section, write_json, write_section
 from drafter.identity import generation_identity
 from drafter.jsonl import Appender
@@ -111,6 +111,11 @@ def lost_report(site: Answered) -> None:
     site.prepared.findings.unlink()
 
 
+def other_tools(site: Answered) -> None:
+    path = site.prepared.prompts
+    path.write_text(path.read_text().replace('"tools": null', '"tools": []  '))
+
+
 def other_stop_ids(site: Answered) -> None:
     path = site.root / "target" / "generation_config.json"
     stop_ids = json.loads(path.read_text())["eos_token_id"]
@@ -132,6 +137,7 @@ def other_software(site: Answered) -> None:
         lost_output,
         altered_output,
         lost_report,
+        other_tools,
         other_stop_ids,
         other_software,
     ],
@@ -148,6 +154,18 @@ def test_whatever_the_result_depends_on_makes_it_be_done_anew(
         assert after["tokenized_data.jsonl"] == before["tokenized_data.jsonl"]
     section = read_section(site.prepared.manifest, "validate") or {}
     assert section["counts"]["accepted"] == len(site.responses())
+    assert site.validate()["changed"] is False
+
+
+def test_prompts_that_changed_since_they_were_validated_are_refused(site: Answered) -> None:
+    site.validate()
+    path = site.prepared.prompt_ids
+    before, age = path.read_bytes(), path.stat()
+    path.write_bytes(before.replace(b"0]", b"1]", 1))
+    os.utime(path, ns=(age.st_atime_ns, age.st_mtime_ns))
+    with pytest.raises(DataError, match=r"prompt_ids\.jsonl is not as prepare left it"):
+        site.validate()
+    path.write_bytes(before)
     assert site.validate()["changed"] is False
 
 
@@ -267,9 +285,19 @@ def test_a_disk_without_room_is_one_sentence_and_costs_nothing(site: Answered) -
         text=True,
     )
     assert done.returncode == 1
-    assert f"no room for what validate writes into {site.prepared.root}" in done.stderr
-    assert done.stderr.endswith("run validate again; the answers are untouched\n")
+    assert done.stderr == (
+        f"drafter: cannot write {site.prepared.root} (File too large): raise the limit on the size"
+        " of files, then run validate again; the answers are untouched\n"
+    )
     assert {**before, ".lock": b""} == site.files()
+    assert site.validate()["accepted"] == ROWS
+
+
+def test_a_page_that_cannot_be_replaced_is_named(site: Answered) -> None:
+    site.prepared.report.mkdir()
+    with pytest.raises(DrafterError, match=r"cannot write .*/report\.html \(Is a dir.*: move it"):
+        site.validate()
+    site.prepared.report.rmdir()
     assert site.validate()["accepted"] == ROWS
 
 
