@@ -66,13 +66,14 @@ def answers() -> dict[str, dict[str, list[int]]]:
 def test_a_job_stopped_in_mid_run_resumes_without_losing_a_row_or_paying_for_one_twice(
     site: RealSite,
 ) -> None:
-    job = site.begin("generate", HALTED, in_flight=2)
-    until(lambda: len(site.rows(HALTED)) >= 8, 120)
+    # One at a time: all of them take several times as long as the command that stops the job.
+    job = site.begin("generate", HALTED, in_flight=1)
+    until(lambda: len(site.rows(HALTED)) >= 3, 120)
     site.drafter("stop", "--job", str(job.dir.root))
     assert jobs.live(job.dir) is None
     stored = site.prepared(HALTED).responses.read_bytes()
     kept, prompts = site.rows(HALTED), site.prompt_ids(HALTED)
-    assert 8 <= len(kept) < len(prompts)
+    assert 3 <= len(kept) < len(prompts)
     progress = site.finish(site.begin("generate", HALTED))
     assert site.prepared(HALTED).responses.read_bytes().startswith(stored)
     assert sorted(row["sample_id"] for row in site.rows(HALTED)) == sorted(prompts)
