@@ -88,7 +88,10 @@ def table(facts: Sequence[Facts]) -> pd.DataFrame:
     import pandas as pd
 
     columns = dict(zip(Facts._fields, zip(*facts, strict=True), strict=True)) if facts else {}
-    column: Any = lambda name: columns.get(name, ())  # noqa: E731
+
+    def column(name: str) -> Any:
+        return columns.get(name, ())
+
     kinds = column("kinds")
     return pd.DataFrame(
         {
