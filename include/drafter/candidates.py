@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from drafter import conversion
 from drafter.deduplication import Contents, deduplicate
+from drafter.row_store import RowStore
 from drafter.sections import Dataset
-from drafter.spool import Spool
 from drafter.tally import Tally
 
 _KEY_BYTES = conversion.KEY.itemsize
@@ -41,7 +41,7 @@ def gather(
     sources: Sequence[Dataset],
     seed: int,
     paid: Sequence[Contents],
-    spool: Spool,
+    store: RowStore,
     tallies: dict[str, Tally],
     tick: Tick,
 ) -> list[Candidates]:
@@ -51,7 +51,7 @@ def gather(
     read = bytearray()
     ends = [0] * len(sources)
     part_begins, rows_before = list[int](), list[int]()
-    for index, batch in conversion.batches(parts, sources, seed, spool):
+    for index, batch in conversion.batches(parts, sources, seed, store):
         rank = parts[index].rank
         name = sources[rank].name
         tally = tallies[name]

@@ -2,7 +2,8 @@
 
 Sources are read in parts, by as many processes as :mod:`drafter.parallel` allows; what comes out
 does not depend on how many there are. A row of plain JSON lines is converted again when its prompt
-is asked for, since few are and its place is known; the prompts of all other rows wait in a spool.
+is asked for, since few are and its place is known; the prompts of all other rows wait in a
+row store.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from drafter import parallel
 from drafter.errors import DataError
 from drafter.likeness import hashes
 from drafter.prompts import sample_id
+from drafter.row_store import RowStore, json_line
 from drafter.sections import Dataset
 from drafter.source_files import local_files
 from drafter.sources import COLUMNS, CONVERT, hub, reading
 from drafter.sources.hub import HubFile
 from drafter.sources.prompt import Prompt
-from drafter.spool import Spool, json_line
 
 KEY = numpy.dtype(
     [("near", ">u8"), ("near_rest", ">u8"), ("content", ">u8"), ("turn", ">u8"), ("address", ">u8")]
@@ -93,14 +94,14 @@ def num_processes(parts: Sequence[Part]) -> int:
 
 
 def batches(
-    parts: Sequence[Part], sources: Sequence[Dataset], seed: int, spool: Spool
+    parts: Sequence[Part], sources: Sequence[Dataset], seed: int, store: RowStore
 ) -> Iterator[tuple[int, Batch]]:
     """(index in ``parts``, batch) for all rows in their order."""
-    convert = functools.partial(_converted, sources=sources, seed=seed, spool=spool)
-    return parallel.spread(convert, parts, num_processes(parts), begin=spool.use)
+    convert = functools.partial(_converted, sources=sources, seed=seed, store=store)
+    return parallel.spread(convert, parts, num_processes(parts), begin=store.use)
 
 
-def recall(source: Dataset, part: Part, key: Any, spool: Spool) -> dict[str, Any]:
+def recall(source: Dataset, part: Part, key: Any, store: RowStore) -> dict[str, Any]:
     """The prompt of a ``KEY`` as in prompts.jsonl, but without its sample id, and with the row's
     number in ``part``.
 
@@ -114,7 +115,7 @@ def recall(source: Dataset, part: Part, key: Any, spool: Spool) -> dict[str, Any
         prompt = row if isinstance(row, str) else CONVERT[source.format](row)
         recalled = {} if isinstance(prompt, str) else _recorded(prompt, number, source)
     else:
-        recalled = orjson.loads(spool.lines(address)[0])
+        recalled = orjson.loads(store.lines(address)[0])
     content = {name: recalled.get(name) for name in ("messages", "tools")}
     if not recalled or hashes(content)[0][:8] != int(key["content"]).to_bytes(8):
         raise DataError(f"{part.file} was changed while it was read: run prepare again")
@@ -126,7 +127,9 @@ def _recorded(prompt: Prompt, number: int, source: Dataset) -> dict[str, Any]:
     return {**prompt.content, "source": origin}
 
 
-def _converted(part: Part, sources: Sequence[Dataset], seed: int, spool: Spool) -> Iterator[Batch]:
+def _converted(
+    part: Part, sources: Sequence[Dataset], seed: int, store: RowStore
+) -> Iterator[Batch]:
     source = sources[part.rank]
     convert = CONVERT[source.format]
     in_place = isinstance(part.part, reading.Bytes)
@@ -146,12 +149,12 @@ def _converted(part: Part, sources: Sequence[Dataset], seed: int, spool: Spool) 
             if in_place:
                 address = _IN_PLACE | offset << _NUMBER_BITS | number
             else:
-                address = spool.append(json_line(_recorded(prompt, number, source)))
+                address = store.append(json_line(_recorded(prompt, number, source)))
             keys.append(_KEY.pack(near, whole, turn, address))
         if len(keys) == _BATCH_KEYS or time.monotonic() >= due:
-            spool.flush()
+            store.flush()
             yield Batch(num_rows, dropped, b"".join(keys))
             num_rows, keys, dropped = 0, [], Counter()
             due = time.monotonic() + _BATCH_S
-    spool.flush()
+    store.flush()
     yield Batch(num_rows, dropped, b"".join(keys))

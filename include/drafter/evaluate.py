@@ -16,13 +16,14 @@ Writes ``drafter/<run>/evaluation/<dataset>.json``::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from drafter import checkpoint, corpus, greedy, jsonl, ngram, plan, template
+from drafter.backends import Backend, OpenBackend, opener
 from drafter.errors import DataError
 from drafter.files import clear_partial, read_json, write_json
 from drafter.job import Job
@@ -30,23 +31,13 @@ from drafter.layout import DrafterRun
 from drafter.model import Drafter, new_drafter
 from drafter.replay import Tally, replay
 from drafter.rows import Family
-from drafter.shards import DTYPES, Features, Row
-
-
-class Backend(Protocol):
-    """What makes the target's states."""
-
-    def features(self, batch: list[list[int]]) -> list[Features]: ...
-
-
-OpenBackend = Callable[[Path, torch.dtype, Sequence[int]], Backend]
+from drafter.shards import DTYPES, Row
 
 
 def run(job: Job) -> None:
     """The phase. DataError when training has not finished or no prompt is held out."""
-    from drafter.engines.transformers import TransformersBackend
-
-    evaluate(job, template.family(Path(job.recipe.target.path)), TransformersBackend)
+    family = template.family(Path(job.recipe.target.path))
+    evaluate(job, family, opener(job.recipe.extract))
 
 
 def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:

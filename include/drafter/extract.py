@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from drafter import gates, plan
+from drafter.backends import OpenBackend, opener
 from drafter.errors import DataError, RecipeError
 from drafter.files import digest, file_record, read_section, write_section
 from drafter.job import Job
 from drafter.layout import HiddenStates
-from drafter.shard_maker import OpenBackend, ShardMaker, Task
+from drafter.shard_maker import ShardMaker, Task
 from drafter.shard_plan import Footprint, RowIndex, check_room, gib, index_rows, plan_shards
 from drafter.shards import ShardHeader, read_header, write_shard
 from drafter.target_head import text_config
@@ -36,9 +37,7 @@ _REPORT_SECONDS = 1.0
 
 def run(job: Job) -> None:
     """The phase. DataError when a gate fails, RecipeError when target or disk do not fit."""
-    from drafter.engines.transformers import TransformersBackend
-
-    extract(job, TransformersBackend)
+    extract(job, opener(job.recipe.extract))
 
 
 def extract(job: Job, open_backend: OpenBackend) -> None:
@@ -48,7 +47,7 @@ def extract(job: Job, open_backend: OpenBackend) -> None:
     if section is not None and section["inputs"] == work.inputs and _intact(work.hidden, section):
         _finish(job, section, changed=False)
         return
-    index = index_rows(work.task.tokenized, work.task.settings.max_length)
+    index = index_rows(work.tokenized, work.task.settings.max_length)
     shards = plan_shards(index.lengths, work.task.settings.shard_tokens)
     kept, stale = _on_disk(work, len(shards))
     _forecast(job.dataset, work, index, len(shards), len(kept))
@@ -95,6 +94,7 @@ class _Work:
     inputs: dict[str, Any]
     identity: dict[str, Any]
     hidden: HiddenStates
+    tokenized: Path
     task: Task
 
 
@@ -110,7 +110,8 @@ def _work(job: Job) -> _Work:
         raise RecipeError(f"{target}/config.json does not give {', '.join(sorted(absent))}: add it")
     aux_layers = choose_aux_layers(config["num_hidden_layers"], recipe.extract.aux_layers)
     # What leaves the shards as they are is left out: changing it costs no second extraction.
-    rules = recipe.extract.model_dump(mode="json", exclude={"min_argmax_share", "jobs"})
+    rules = recipe.extract.rules()
+    del rules["min_argmax_share"]
     return _Work(
         inputs=inputs,
         identity={
@@ -122,9 +123,9 @@ def _work(job: Job) -> _Work:
             "hidden_size": config["hidden_size"],
         },
         hidden=job.workspace.hidden_states(job.dataset),
+        tokenized=prepared.tokenized,
         task=Task(
             target=target,
-            tokenized=prepared.tokenized,
             tokenized_sha256=inputs["tokenized"]["sha256"],
             shards_sha256=digest({**inputs, "extract": {**rules, "aux_layers": aux_layers}}),
             settings=recipe.extract,

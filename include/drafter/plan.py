@@ -155,8 +155,7 @@ def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> di
     if phase == "extract":
         return {
             "tokenized": _finished(prepared.manifest, "validate")["files"][prepared.tokenized.name],
-            # How many processes share the work decides nothing about the states.
-            "extract": recipe.extract.model_dump(mode="json", exclude={"jobs"}),
+            "extract": recipe.extract.rules(),
             "target": target_identity(recipe),
         }
     if phase == "train":

@@ -31,8 +31,8 @@ from drafter.errors import DataError, RecipeError
 from drafter.identity import target_identity
 from drafter.job import Job
 from drafter.layout import ALL, Prepared
+from drafter.row_store import RowStore
 from drafter.selection import select
-from drafter.spool import Spool
 from drafter.tally import Tally
 
 _REPORT_S = 1.0
@@ -64,13 +64,13 @@ def run(job: Job) -> None:
     tallies = {name: Tally() for name in recipe.dataset_names}
     pace = _Pace(job)
     changed = False
-    with _spool(job) as spool:
+    with _row_store(job) as store:
         paid = [prompts.paid(workspace.prepared(name)) for name in recipe.dataset_names]
-        found = gather(recipe.datasets, recipe.generate.seed, paid, spool, tallies, pace.tick)
+        found = gather(recipe.datasets, recipe.generate.seed, paid, store, tallies, pace.tick)
         for source, candidates in zip(recipe.datasets, found, strict=True):
             tally, prepared = tallies[source.name], workspace.prepared(source.name)
             max_tokens = source.max_prompt_tokens or recipe.generate.max_prompt_tokens
-            selected = select(source, candidates, max_tokens, spool, render, tally, pace.tick)
+            selected = select(source, candidates, max_tokens, store, render, tally, pace.tick)
             unknown = adoption.has_unknown_prompts(prepared)
             if not (selected or unknown or prompts.has_adopted(prepared)):
                 continue
@@ -81,7 +81,7 @@ def run(job: Job) -> None:
                 written = prompts.write(
                     prepared,
                     selected,
-                    spool,
+                    store,
                     render,
                     adopt=unknown and job.mode != "resume",
                     max_samples=source.max_samples,
@@ -160,9 +160,9 @@ def _refuse_another_identity(name: str, prepared: Prepared, identity: dict[str, 
 
 
 @contextmanager
-def _spool(job: Job) -> Iterator[Spool]:
+def _row_store(job: Job) -> Iterator[RowStore]:
     with ExitStack() as opened:
-        yield Spool(
+        yield RowStore(
             [
                 opened.enter_context(tempfile.TemporaryFile(dir=job.dir.root))
                 for _ in range(parallel.MAX_PROCESSES)

@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from drafter import files, jsonl
 from drafter.files import digest
 from drafter.layout import Prepared
+from drafter.row_store import RowStore, json_line
 from drafter.sources.prompt import Prompt, prompt_fault
-from drafter.spool import Spool, json_line
 
 Render = Callable[[Prompt], list[int]]
 
@@ -56,8 +56,8 @@ class Selected:
         return len(self._contents)
 
     def add(self, content: int, address: int) -> None:
-        """``content``: the first 8 bytes of its hash, as in the sample id; ``address`` in a spool:
-        of its line for prompts.jsonl, and behind it that for prompt_ids.jsonl."""
+        """``content``: the first 8 bytes of its hash, as in the sample id; ``address`` in a row
+        store: of its line for prompts.jsonl, and behind it that for prompt_ids.jsonl."""
         self._contents.append(content)
         self._addresses.append(address)
 
@@ -110,7 +110,7 @@ def sample_id(dataset: str, content_sha256: str) -> str:
 def write(
     prepared: Prepared,
     selected: Selected,
-    spool: Spool,
+    store: RowStore,
     render: Render,
     *,
     adopt: bool = False,
@@ -129,7 +129,7 @@ def write(
     ):
 
         def put(address: int) -> None:
-            prompt, ids = spool.lines(address, 2)
+            prompt, ids = store.lines(address, 2)
             prompts.write(prompt)
             prompt_ids.write(ids)
 

@@ -20,10 +20,10 @@ from drafter.candidates import Candidates, Tick
 from drafter.errors import DataError
 from drafter.likeness import hashes
 from drafter.prompts import Render, Selected, sample_id
+from drafter.row_store import RowStore, json_line
 from drafter.sections import Dataset
 from drafter.sources import shortening
 from drafter.sources.prompt import Prompt
-from drafter.spool import Spool, json_line
 from drafter.tally import Tally
 
 TOO_LONG = "longer than max_prompt_tokens"
@@ -48,7 +48,7 @@ def select(
     source: Dataset,
     candidates: Candidates,
     max_tokens: int,
-    spool: Spool,
+    store: RowStore,
     render: Render,
     tally: Tally,
     tick: Tick,
@@ -60,10 +60,10 @@ def select(
     chunks = range(0, num_candidates, _CHUNK)
     wanted = min(num_candidates, source.max_samples or num_candidates)
     processes = parallel.num_processes(len(chunks)) if wanted > _ALONE else 0
-    work = functools.partial(_rendered, source, candidates, max_tokens, spool, render)
+    work = functools.partial(_rendered, source, candidates, max_tokens, store, render)
     number = 0
     with closing(
-        parallel.spread(work, chunks, processes, begin=spool.use, ahead=2 * processes)
+        parallel.spread(work, chunks, processes, begin=store.use, ahead=2 * processes)
     ) as answers:
         for outcome in itertools.chain.from_iterable(outcomes for _, outcomes in answers):
             if len(selected) == source.max_samples:
@@ -88,7 +88,7 @@ def _rendered(
     source: Dataset,
     candidates: Candidates,
     max_tokens: int,
-    spool: Spool,
+    store: RowStore,
     render: Render,
     begin: int,
 ) -> Iterator[list[_Outcome]]:
@@ -96,15 +96,15 @@ def _rendered(
     outcomes = []
     for i in range(begin, min(begin + _CHUNK, len(candidates.keys))):
         part = candidates.part_of[i]
-        row = conversion.recall(source, candidates.parts[part], candidates.keys[i], spool)
+        row = conversion.recall(source, candidates.parts[part], candidates.keys[i], store)
         row["source"]["row"] += candidates.rows_before[part]
-        outcomes.append(_outcome(source, row, max_tokens, spool, render))
-    spool.flush()
+        outcomes.append(_outcome(source, row, max_tokens, store, render))
+    store.flush()
     yield outcomes
 
 
 def _outcome(
-    source: Dataset, row: dict[str, Any], max_tokens: int, spool: Spool, render: Render
+    source: Dataset, row: dict[str, Any], max_tokens: int, store: RowStore, render: Render
 ) -> _Outcome:
     prompt = Prompt(row["messages"], row["tools"])
     shorter = None
@@ -122,7 +122,7 @@ def _outcome(
         return _Outcome(TOO_LONG)
     content = hashes(prompt.content)[0][:8]
     identity = sample_id(source.name, content.hex())
-    address = spool.append(
+    address = store.append(
         json_line({"sample_id": identity, **row}),
         json_line({"sample_id": identity, "input_ids": input_ids}),
     )

@@ -10,17 +10,15 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from drafter import gates
+from drafter.backends import OpenBackend
 from drafter.errors import DataError
-from drafter.jsonl import row_at
 from drafter.sections import Extract
-from drafter.shard_plan import RowIndex, plan_batches
+from drafter.shard_plan import Rows, Sample, plan_batches
 from drafter.shards import DTYPES, Features, Shard, ShardHeader
-from drafter.target_head import TargetHead
 
 _LOGITS_AT_ONCE = 1 << 28
 """Elements of one block of logits, whatever the vocabulary: 1 GiB in float32."""
@@ -28,32 +26,11 @@ _PROBE_ROWS = 4
 """First rows that share a batch for the comparison with a plain forward."""
 
 
-class Backend(Protocol):
-    """What extraction needs of an engine that runs the target."""
-
-    def features(self, batch: list[list[int]]) -> list[Features]:
-        """States of each row, in order, in the stored dtype."""
-
-    def reference(self, input_ids: list[int]) -> gates.Reference:
-        """One row, computed without anything that ``features`` adds."""
-
-    def logits_rows(self, final_TD: torch.Tensor) -> torch.Tensor:
-        """[T, D] -> [T, V]: lm_head(norm(final))."""
-
-    def head(self) -> TargetHead:
-        """The head as training will read it."""
-
-
-OpenBackend = Callable[[Path, torch.dtype, Sequence[int]], Backend]
-"""(target directory, stored dtype, auxiliary layers) -> engine, loaded."""
-
-
 @dataclass(frozen=True)
 class Task:
-    """One dataset's shards as files and recipe describe them."""
+    """What decides the bytes of shards, besides their rows."""
 
     target: Path
-    tokenized: Path
     tokenized_sha256: str
     shards_sha256: str
     """Over all that decides the bytes of a shard."""
@@ -67,18 +44,6 @@ class Task:
         return DTYPES[self.settings.dtype]
 
 
-@dataclass(frozen=True)
-class _Sample:
-    sample_id: str
-    input_ids: list[int]
-    prompt_tokens: int
-
-    @property
-    def first_predicted(self) -> int:
-        """Position of the first response token that some state of the row predicts."""
-        return max(self.prompt_tokens, 1)
-
-
 class ShardMaker:
     """``advance`` is told the tokens of each batch as it is done.
 
@@ -88,17 +53,17 @@ class ShardMaker:
     def __init__(
         self,
         task: Task,
-        index: RowIndex,
+        rows: Rows,
         open_backend: OpenBackend,
         advance: Callable[[int], None],
     ) -> None:
         self._task = task
-        self._index = index
+        self._rows = rows
         self._advance = advance
         self._backend = open_backend(task.target, task.dtype, task.aux_layers)
         self._reference_error = self._probe()
 
-    def make(self, number: int, rows: range) -> Shard:
+    def make(self, number: int, rows: Sequence[int]) -> Shard:
         """Shard ``number``, with the states of ``rows``. Raises DataError when a gate fails."""
         settings = self._task.settings
         samples = [self._sample(row) for row in rows]
@@ -129,8 +94,8 @@ class ShardMaker:
 
     def _probe(self) -> float:
         """Of the first rows the most padded one, in a batch and in a plain forward."""
-        count = min(_PROBE_ROWS, len(self._index.lengths))
-        batch: list[_Sample] = []
+        count = min(_PROBE_ROWS, len(self._rows.lengths))
+        batch: list[Sample] = []
         for sample in sorted(map(self._sample, range(count)), key=lambda s: len(s.input_ids)):
             padded = (len(batch) + 1) * len(sample.input_ids)
             if not batch or padded <= self._task.settings.batch_tokens:
@@ -140,12 +105,17 @@ class ShardMaker:
             batch[-1].sample_id,
             Features(got.aux_TAD.cpu(), got.final_TD.cpu()),
             self._task.aux_layers,
-            self._backend.reference(batch[-1].input_ids),
+            self._reference(batch[-1]),
             self._backend.head().to("cpu", torch.float32),
-            ((s.sample_id, self._backend.reference(s.input_ids)) for s in batch[:-1]),
+            ((s.sample_id, self._reference(s)) for s in batch[:-1]),
         )
 
-    def _doubted(self, number: int, samples: Sequence[_Sample], matches: Sequence[int]) -> set[int]:
+    def _reference(self, sample: Sample) -> gates.Reference:
+        reference = self._backend.reference(sample.input_ids)
+        assert reference is not None
+        return reference
+
+    def _doubted(self, number: int, samples: Sequence[Sample], matches: Sequence[int]) -> set[int]:
         """Rows to compute once more: one drawn by seed, and the one whose states predict least.
 
         A single row that got a neighbour's states hardly moves the share of its shard.
@@ -158,7 +128,7 @@ class ShardMaker:
         chance = random.Random(f"{self._task.shards_sha256} {number}")
         return {chance.randrange(len(samples)), min(range(len(samples)), key=share)}
 
-    def _check_alone(self, chosen: int, samples: Sequence[_Sample], shard: Shard) -> float:
+    def _check_alone(self, chosen: int, samples: Sequence[Sample], shard: Shard) -> float:
         row = shard.row(chosen)
         return gates.check_alone(
             row.sample_id,
@@ -172,7 +142,7 @@ class ShardMaker:
             ),
         )
 
-    def _features(self, batch: list[_Sample]) -> list[Features]:
+    def _features(self, batch: list[Sample]) -> list[Features]:
         computed = self._backend.features([sample.input_ids for sample in batch])
         if len(computed) != len(batch):
             raise DataError(
@@ -190,7 +160,7 @@ class ShardMaker:
             )
         return computed
 
-    def _matches(self, batch: Sequence[_Sample], computed: Sequence[Features]) -> list[int]:
+    def _matches(self, batch: Sequence[Sample], computed: Sequence[Features]) -> list[int]:
         """Per row, response tokens that are the argmax of the state before them."""
         following = [sample.input_ids[sample.first_predicted :] for sample in batch]
         states = torch.cat(
@@ -206,7 +176,7 @@ class ShardMaker:
         equal = predicted == torch.tensor([token for ids in following for token in ids])
         return [int(part.sum()) for part in equal.split([len(ids) for ids in following])]
 
-    def _blank(self, samples: Sequence[_Sample]) -> Shard:
+    def _blank(self, samples: Sequence[Sample]) -> Shard:
         """A shard whose ids are there and whose states are filled in row by row."""
         task = self._task
         lengths = torch.tensor([0, *(len(sample.input_ids) for sample in samples)])
@@ -227,12 +197,12 @@ class ShardMaker:
             final_TD=torch.empty(tokens, task.hidden_size, dtype=task.dtype),
         )
 
-    def _sample(self, row: int) -> _Sample:
-        value = row_at(self._task.tokenized, self._index.offsets[row])
-        ids = value["input_ids"]
+    def _sample(self, row: int) -> Sample:
+        sample = self._rows.sample(row)
+        ids = sample.input_ids
         if not 0 <= min(ids) <= max(ids) < self._task.vocab_size:
             raise DataError(
-                f"{value['sample_id']}: input_ids reach from {min(ids)} to {max(ids)}, the target "
+                f"{sample.sample_id}: input_ids reach from {min(ids)} to {max(ids)}, the target "
                 f"has 0..{self._task.vocab_size - 1}: validate with the target that wrote them"
             )
-        return _Sample(value["sample_id"], ids, value["prompt_tokens"])
+        return sample

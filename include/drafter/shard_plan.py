@@ -10,9 +10,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from drafter.errors import DataError, RecipeError
-from drafter.jsonl import rows
+from drafter.jsonl import row_at, rows
 
 _HEADER_BYTES = 4096
 _ROW_BYTES = 16 + 64
@@ -25,14 +26,42 @@ _FULL = 1 / 16
 """... once it has this share of batch_tokens: passes over few tokens leave a GPU idle."""
 
 
+class Sample(NamedTuple):
+    """One row that the target runs over: prompt, then response."""
+
+    sample_id: str
+    input_ids: list[int]
+    prompt_tokens: int
+
+    @property
+    def first_predicted(self) -> int:
+        """Position of the first response token that some state of the row predicts."""
+        return max(self.prompt_tokens, 1)
+
+
+class Rows(Protocol):
+    """Rows to extract, by number from 0."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each."""
+
+    def sample(self, row: int) -> Sample: ...
+
+
 @dataclass(frozen=True)
 class RowIndex:
-    """Rows of tokenized_data.jsonl that are extracted: where each begins and its tokens."""
+    """Rows of a tokenized_data.jsonl that are extracted: where each begins and its tokens."""
 
+    tokenized: Path
     offsets: array[int]
     lengths: array[int]
     left_out: int
     """Rows longer than ``max_length``."""
+
+    def sample(self, row: int) -> Sample:
+        value = row_at(self.tokenized, self.offsets[row])
+        return Sample(value["sample_id"], value["input_ids"], value["prompt_tokens"])
 
 
 def index_rows(tokenized: Path, max_length: int) -> RowIndex:
@@ -51,7 +80,7 @@ def index_rows(tokenized: Path, max_length: int) -> RowIndex:
             continue
         offsets.append(line.offset)
         lengths.append(len(ids))
-    return RowIndex(offsets, lengths, left_out)
+    return RowIndex(tokenized, offsets, lengths, left_out)
 
 
 def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[range]:

@@ -34,7 +34,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,11 @@ class Features:
 
     aux_TAD: torch.Tensor
     final_TD: torch.Tensor
+    embedded_TD: torch.Tensor | None = None
+    """Layer 0, where the backend gives it: for a gate, not stored."""
+
+    returned_ids: Sequence[int] | None = None
+    """The tokens that a server says these are the states of."""
 
 
 @dataclass(frozen=True)

@@ -291,7 +291,7 @@ def what(
     value = {"phase": phase, "dataset": dataset, "target": tree["target"]}
     value |= {section: tree[section] for section in sections}
     if phase == "extract":
-        value["extract"] = {key: item for key, item in tree["extract"].items() if key != "jobs"}
+        value["extract"] = recipe.extract.rules()
     if phase == "prepare":
         limits = ("token_budget", "min_tokens")
         value["datasets"] = [

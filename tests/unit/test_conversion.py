@@ -15,16 +15,16 @@ import pytest
 from drafter import conversion
 from drafter.errors import DataError
 from drafter.files import digest
+from drafter.row_store import RowStore
 from drafter.sections import Dataset
-from drafter.spool import Spool
 
 ROWS = [{"id": f"q{n}", "input": f"Question {n}?"} for n in range(20)]
 
 
 @pytest.fixture
-def spool(tmp_path: Path) -> Iterator[Spool]:
+def store(tmp_path: Path) -> Iterator[RowStore]:
     with tempfile.TemporaryFile(dir=tmp_path) as file:
-        yield Spool([file])
+        yield RowStore([file])
 
 
 @pytest.fixture(params=["lines", "array", "packed"])
@@ -36,26 +36,28 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Dataset:
     return Dataset(name="B2", format="opencodeinstruct", path=str(path), unbounded=True)
 
 
-def converted(source: Dataset, spool: Spool) -> tuple[list[conversion.Part], list[tuple[int, Any]]]:
+def converted(
+    source: Dataset, store: RowStore
+) -> tuple[list[conversion.Part], list[tuple[int, Any]]]:
     """The parts of a source, and (part, key) of each of its rows."""
     parts = conversion.parts([source])
     keys = [
         (index, key)
-        for index, batch in conversion.batches(parts, [source], 0, spool)
+        for index, batch in conversion.batches(parts, [source], 0, store)
         for key in numpy.frombuffer(batch.keys, conversion.KEY)
     ]
     return parts, keys
 
 
 def test_a_key_leads_back_to_its_prompt(
-    source: Dataset, spool: Spool, monkeypatch: pytest.MonkeyPatch
+    source: Dataset, store: RowStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversion, "_PART_BYTES", 300)
-    parts, keys = converted(source, spool)
+    parts, keys = converted(source, store)
     assert (len(parts) > 2) == str(source.path).endswith("lines")
     begin: dict[int, int] = {}
     for number, (index, key) in enumerate(keys):
-        row = conversion.recall(source, parts[index], key, spool)
+        row = conversion.recall(source, parts[index], key, store)
         text = [{"role": "user", "content": f"Question {number}?"}]
         assert (row["messages"], row["tools"]) == (text, None)
         in_part = number - begin.setdefault(index, number)
@@ -66,12 +68,12 @@ def test_a_key_leads_back_to_its_prompt(
 
 @pytest.mark.parametrize("change", ["other row", "no row", "shorter"])
 def test_a_file_that_is_changed_meanwhile_is_named(
-    change: str, tmp_path: Path, spool: Spool
+    change: str, tmp_path: Path, store: RowStore
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     source = Dataset(name="B2", format="opencodeinstruct", path=str(path), unbounded=True)
-    parts, keys = converted(source, spool)
+    parts, keys = converted(source, store)
     text = path.read_text()
     path.write_text(
         {
@@ -81,4 +83,4 @@ def test_a_file_that_is_changed_meanwhile_is_named(
     )
     index, key = keys[19]
     with pytest.raises(DataError, match=r"rows\.jsonl was changed while it was read: run prepare"):
-        conversion.recall(source, parts[index], key, spool)
+        conversion.recall(source, parts[index], key, store)

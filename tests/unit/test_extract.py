@@ -24,14 +24,14 @@ from unit.random_targets import (
     write_tokenized,
 )
 
-from drafter.engines.transformers import TransformersBackend
+from drafter.backends import OpenBackend
+from drafter.backends.transformers import TransformersBackend
 from drafter.errors import DataError
 from drafter.extract import extract, run
 from drafter.files import read_json, read_section
 from drafter.job import Job
 from drafter.layout import HiddenStates
 from drafter.plan import decide
-from drafter.shard_maker import OpenBackend
 from drafter.shards import Features, read_rows, read_shard, shard_paths
 from drafter.target_head import load_head
 

@@ -11,7 +11,7 @@ import torch
 from unit.random_targets import AUX_LAYERS, greedy_rows, one_thread, save_target
 
 from drafter import gates
-from drafter.engines.transformers import TransformersBackend
+from drafter.backends.transformers import TransformersBackend
 from drafter.errors import DataError
 from drafter.shards import Features, Row
 from drafter.target_head import TargetHead, load_head

@@ -13,7 +13,7 @@ from unit.random_targets import (
     save_target,
 )
 
-from drafter.engines.transformers import TransformersBackend
+from drafter.backends.transformers import TransformersBackend
 from drafter.errors import RecipeError
 from drafter.target_head import load_head
 

@@ -1,1 +1,1 @@
-"""Ways to run the target model: an embedded server, and what extraction runs it with."""
+"""The engine that writes responses: its client, and an embedded server for where there is none."""

@@ -11,6 +11,7 @@ B = rows of a batch, T = tokens of one row, A = auxiliary layers, D = hidden siz
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,6 +38,8 @@ class TransformersBackend:
     Raises RecipeError when the checkpoint cannot be loaded whole or is no decoder of layers and a
     last norm, or when a layer id is not one of its layers.
     """
+
+    checked_tokens = sys.maxsize
 
     def __init__(self, target_dir: Path, dtype: torch.dtype, aux_layers: Sequence[int]) -> None:
         gpus = torch.cuda.device_count()

@@ -19,7 +19,7 @@ def json_line(row: dict[str, Any]) -> bytes:
     return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
 
 
-class Spool:
+class RowStore:
     """Appends to one of several open, empty files and reads from all of them.
 
     The files belong to the caller. Processes forked later share them, and each appends to one of
@@ -68,6 +68,6 @@ class Spool:
         data = b""
         while data.count(b"\n") < num_lines:
             more = os.pread(fd, max(_READ_BYTES, len(data)), offset + len(data))
-            assert more, f"nothing is spooled at {address}"
+            assert more, f"nothing is stored at {address}"
             data += more
         return [line + b"\n" for line in data.split(b"\n", num_lines)[:num_lines]]

@@ -1,0 +1,115 @@
+"""From hidden states to a drafter."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from drafter.sections.section import EnvironmentName, Section
+
+_EXTRACT_WHERE = {"urls", "api_key_env", "timeout_s", "jobs", "forecast_tflops"}
+"""Who makes the states, how fast and how many at once: it decides nothing about them."""
+
+
+class Extract(Section):
+    """How the target's hidden states are made, and when they are believed."""
+
+    backend: Literal["transformers", "vllm", "sglang"] = "transformers"
+    """In the job's own process: any model that fits. Through a vLLM server that extracts: any size.
+    Through an SGLang server: auxiliary layers only, the rest in the process, for small models."""
+
+    urls: tuple[str, ...] = ()
+    """Base URLs of the servers, as seen from the GPU host, which share the rows; none for
+    transformers. They are not those of [engine]: extraction needs flags that generation must not
+    have."""
+
+    api_key_env: EnvironmentName | None = None
+    """Environment variable *on the GPU host* that holds the servers' key."""
+
+    timeout_s: float = Field(default=600, gt=0)
+    """For the states of one row: longer means that the server hangs."""
+
+    jobs: int = Field(default=1, ge=1)
+    """Datasets extracted or evaluated at once; each loads the target."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the stored states; on a GPU also of the forward pass."""
+
+    aux_layers: tuple[int, int, int] | None = None
+    """HF ``hidden_states`` indices; default [2, n//2, n-3] for n layers."""
+
+    max_length: int = Field(default=8192, ge=2)
+    """Longer rows are left out, with a count."""
+
+    batch_tokens: int = Field(default=16_384, ge=1)
+    """Padded tokens per forward pass."""
+
+    shard_tokens: int = Field(default=65_536, ge=1)
+    """Tokens per shard file at most (one longer row is one shard)."""
+
+    min_argmax_share: float = Field(default=0.3, ge=0, le=1)
+    """Share of response tokens that must equal argmax lm_head(norm(final)): near 1 for greedy
+    rows, lower for sampled ones; a misaligned extraction is near 0."""
+
+    forecast_tflops: float = Field(default=200.0, gt=0)
+    """Of the target's forward pass, all GPUs together, for the hours that the plan foretells until
+    a dataset has been measured: about two fifths of what the GPUs' makers promise."""
+
+    @model_validator(mode="after")
+    def _served(self) -> Self:
+        if (self.backend == "transformers") != (not self.urls):
+            raise ValueError(
+                "urls are the servers of backend vllm or sglang: set both, or neither for"
+                " transformers"
+            )
+        return self
+
+    def rules(self) -> dict[str, Any]:
+        """What the stored states depend on, and the bound they are judged by."""
+        return self.model_dump(mode="json", exclude=_EXTRACT_WHERE)
+
+
+class Train(Section):
+    steps: int = Field(default=20_000, ge=0)
+    """Optimiser steps. 0 exports the untrained drafter."""
+
+    batch_tokens: int = Field(default=8192, ge=2)
+    """Packed tokens per step."""
+
+    ttt_steps: int = Field(default=7, ge=1, le=16)
+    """Draft steps unrolled per position (EAGLE-3 training-time test)."""
+
+    step_decay: float = Field(default=0.8, gt=0, le=1)
+    """Weight of draft step i is step_decay ** i."""
+
+    learning_rate: float = Field(default=1e-4, gt=0)
+    warmup_share: float = Field(default=0.015, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=0.5, gt=0)
+    seed: int = Field(default=0, ge=0)
+
+    draft_vocab_size: int = Field(default=32_000, ge=1)
+    """Most frequent response tokens that the drafter can propose; capped at the target's size."""
+
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Of the drafter's MLP; default: the target's dense one."""
+
+    held_out_share: float = Field(default=0.02, gt=0, lt=1)
+    """Of sample ids, by hash: never trained on, used to evaluate."""
+
+    checkpoint_every_steps: int = Field(default=500, ge=1)
+
+    no_states_baseline: bool = False
+    """Also train the same drafter with its auxiliary states zeroed, to measure what they give."""
+
+
+class Evaluate(Section):
+    draft_tokens: int = Field(default=3, ge=1, le=16)
+    """Tokens drafted per verification."""
+
+    max_prompts: int = Field(default=64, ge=1)
+    """Held-out prompts per dataset at most."""
+
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Of the greedy answers that are replayed."""
