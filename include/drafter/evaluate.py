@@ -76,7 +76,7 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
             tallies[name] = (tallies[name] or Tally()) + counted
         asked += [(row.input_ids_T.numpy(), row.prompt_tokens) for row in rows]
         job.report(prompts=len(prompts), answers=len(answered), replayed=len(asked))
-    taught = [(e.read().input_ids_T.numpy(), e.prompt_tokens) for e in everything.trained]
+    taught = [(e.input_ids().numpy(), e.prompt_tokens) for e in everything.trained]
     tables = {order: ngram.replay(ngram.fit(taught, order), asked, draft) for order in ngram.ORDERS}
     order = max(tables, key=lambda order: (tables[order].acceptance_length or 0, -order))
     tallies["ngram"] = tables[order]

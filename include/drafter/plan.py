@@ -25,7 +25,7 @@ from drafter.layout import ALL, Prepared, Workspace
 from drafter.recipe import Recipe
 
 PER_DATASET = ("generate", "validate", "extract", "evaluate")
-OVER_ALL = ("prepare", "train", "export")
+OVER_ALL = ("prepare", "spool", "train", "export")
 PHASES = PER_DATASET + OVER_ALL
 
 Mode = Literal["resume", "restart", "adopt"]
@@ -68,6 +68,8 @@ def decide(
     counts = section["counts"] if section else {}
 
     def plan(action: Action, reason: str) -> Plan:
+        if phase == "extract" and recipe.spools and action != "done":
+            reason += "; not needed, the recipe spools: the train DAG makes its states itself"
         return Plan(phase, dataset, action, reason, counts)
 
     prepared = workspace.prepared(dataset)
@@ -102,6 +104,8 @@ def decide(
     if section["inputs"] == wanted:
         if spoilt := changed_files(phase, dataset, workspace, recipe):
             return plan("start", f"missing or changed: {', '.join(spoilt)}")
+        if phase == "spool" and decide("train", dataset, workspace, recipe).action != "done":
+            return plan("start", "training needs its states once more")
         return plan("done", "its inputs are unchanged")
     changed = sorted(k for k in wanted if section["inputs"].get(k) != wanted[k])
     return plan("start", f"changed since it was done: {', '.join(changed)}")
@@ -158,14 +162,11 @@ def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> di
             "extract": recipe.extract.rules(),
             "target": target_identity(recipe),
         }
-    if phase == "train":
-        return {
-            "datasets": {
-                name: digest(_states(_finished(workspace.hidden_states(name).manifest, "extract")))
-                for name in recipe.dataset_names
-            },
-            "train": recipe.train.model_dump(mode="json", exclude={"checkpoint_every_steps"}),
-        }
+    if phase == "spool" and not recipe.spools:
+        raise RecipeError("the recipe does not spool: set train.spool_shards, or run extract")
+    if phase in ("spool", "train"):
+        states = _to_be_made if recipe.spools else _stored
+        return {**states(workspace, recipe), "train": recipe.train.rules()}
     run = workspace.drafter(run_name(workspace, recipe))
     trained = digest(_finished(run.manifest, "train")["inputs"])
     if phase == "evaluate":
@@ -279,7 +280,7 @@ def changed_files(phase: str, dataset: str, workspace: Workspace, recipe: Recipe
     if phase == "prepare":
         return changed_prompts(workspace, recipe)
     section = read_phase(phase, dataset, workspace, recipe) or {}
-    if phase in ("train", "export"):
+    if phase in ("spool", "train", "export"):
         root = workspace.drafter(run_name(workspace, recipe)).root
     elif phase == "extract":
         root = workspace.hidden_states(dataset).root
@@ -311,6 +312,28 @@ def _shortfall(
         if prompts < there:
             return f"{prompts} prompts of a raised quota of {min(there, max_samples or there)}"
     return None
+
+
+def _stored(workspace: Workspace, recipe: Recipe) -> dict[str, Any]:
+    """States that extract left, for a training that reads them."""
+    return {
+        "datasets": {
+            name: digest(_states(_finished(workspace.hidden_states(name).manifest, "extract")))
+            for name in recipe.dataset_names
+        }
+    }
+
+
+def _to_be_made(workspace: Workspace, recipe: Recipe) -> dict[str, Any]:
+    """What decides states that are made beside training: not the bound that they are judged by."""
+    rules = recipe.extract.rules()
+    del rules["min_argmax_share"]
+    tokenized = {}
+    for name in recipe.dataset_names:
+        prepared = workspace.prepared(name)
+        files = _finished(prepared.manifest, "validate")["files"]
+        tokenized[name] = files[prepared.tokenized.name]
+    return {"tokenized": tokenized, "extract": rules, "target": target_identity(recipe)}
 
 
 def _files(section: dict[str, Any]) -> Any:
