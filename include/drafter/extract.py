@@ -41,9 +41,18 @@ def run(job: Job) -> None:
 
 
 def extract(job: Job, open_backend: OpenBackend) -> None:
-    """``run`` with the engine given. It is opened only when a shard is missing."""
+    """``run`` with the engine given. It is opened only when a shard is missing.
+
+    States that were imported (drafter.interchange) are left as they are: they cannot be made here.
+    """
+    section = read_section(job.workspace.hidden_states(job.dataset).manifest, "extract")
+    if section is not None and "imported" in section["inputs"]:
+        decision = plan.decide("extract", job.dataset, job.workspace, job.recipe)
+        if decision.action != "done":
+            raise DataError(f"{job.dataset}: {decision.reason}")
+        _finish(job, section, changed=False)
+        return
     work = _work(job)
-    section = read_section(work.hidden.manifest, "extract")
     if section is not None and section["inputs"] == work.inputs and _intact(work.hidden, section):
         _finish(job, section, changed=False)
         return

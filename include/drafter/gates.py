@@ -50,6 +50,13 @@ _TOLERANCES = {
 }
 
 
+_NORMS = {
+    "after": "the last norm is already applied, whoever reads it would norm twice",
+    "before": "the last norm is not applied yet, whoever reads it would miss it",
+}
+"""Where ``final`` really stands, when it does not stand where it is said to."""
+
+
 @dataclass(frozen=True)
 class Reference:
     """One row through the target's plain forward, unpadded and alone."""
@@ -108,17 +115,21 @@ def check_reference(
 ) -> float:
     """Stored layers and head agree with a plain forward; returns the largest median error.
 
-    ``head`` is in float32. ``neighbours`` are other rows of the batch, taken from the iterable only
-    to name a cause.
+    ``head`` is in float32 and reads ``final`` as it is stored. ``neighbours`` are other rows of the
+    batch, taken from the iterable only to name a cause.
     """
     num_layers = len(want.layers)
     allowed = _TOLERANCES[got.final_TD.dtype]
 
-    def layer_causes(states_TD: torch.Tensor, k: int) -> Iterator[_Cause]:
+    def layer_causes(
+        states_TD: torch.Tensor,
+        k: int,
+        seen: Callable[[torch.Tensor], torch.Tensor] = lambda layer_TD: layer_TD,
+    ) -> Iterator[_Cause]:
         for j, layer_TD in enumerate(want.layers):
             if j != k:
                 yield _Cause(
-                    f"layer off by {j - k:+d}, it is hidden_states[{j}]", states_TD, layer_TD
+                    f"layer off by {j - k:+d}, it is hidden_states[{j}]", states_TD, seen(layer_TD)
                 )
 
     def aux_causes(states_TD: torch.Tensor, k: int) -> Iterator[_Cause]:
@@ -128,10 +139,12 @@ def check_reference(
             yield _Cause(f"these are the rows of its neighbour {name}", states_TD, other.layers[k])
 
     def final_causes(normed_TD: torch.Tensor) -> Iterator[_Cause]:
-        already = "the last norm is already applied, whoever reads it would norm twice"
-        yield _Cause(already, got.final_TD, want.normed_TD)
+        misread = _misread(head)
+        norm = head.reading("before").normed
+        yield _Cause(_NORMS[misread.norm], misread.normed(got.final_TD), want.normed_TD)
+        yield _Cause("the last norm was applied twice", normed_TD, norm(want.normed_TD))
         yield from _shifts(normed_TD, want.normed_TD)
-        yield from layer_causes(got.final_TD, num_layers)
+        yield from layer_causes(normed_TD, num_layers, norm)
         for name, other in neighbours:
             yield _Cause(f"these are the rows of its neighbour {name}", normed_TD, other.normed_TD)
 
@@ -324,13 +337,12 @@ def _explain(row: Row, head: TargetHead, neighbours: Iterable[Row]) -> str:
     stop = start + _EXPLAINED_TOKENS
     final_TD, ids_T = row.final_TD[: stop + 2], row.input_ids_T
     read_T = head.logits(final_TD).argmax(-1)
-    bare_T = (final_TD.to(head.lm_head.dtype) @ head.lm_head.T).argmax(-1)
+    misread = _misread(head)
+    misread_T = misread.logits(final_TD).argmax(-1)
     as_read = _share(read_T[start:], ids_T[start + 1 :])
     shares = {
         "the states are right, but the engine's own logits miss the last norm": as_read,
-        "the last norm is already applied, whoever reads it norms twice": _share(
-            bare_T[start:], ids_T[start + 1 :]
-        ),
+        _NORMS[misread.norm]: _share(misread_T[start:], ids_T[start + 1 :]),
         "row off by one, position t holds the state of t - 1": _share(
             read_T[start + 1 :], ids_T[start + 1 :]
         ),
@@ -351,6 +363,11 @@ def _explain(row: Row, head: TargetHead, neighbours: Iterable[Row]) -> str:
         "responses come from other weights or hotter sampling; check target.revision, then lower "
         "extract.min_argmax_share"
     )
+
+
+def _misread(head: TargetHead) -> TargetHead:
+    """Reads rows as if they stood on the other side of the last norm."""
+    return head.reading("before" if head.norm == "after" else "after")
 
 
 def _share(predicted_T: torch.Tensor, following_T: torch.Tensor) -> float:
