@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.test_show import TOKENIZER, answer, put
+from unit.test_show import TOKENIZER, answer, prepared, put
 
 from demo.make_target import TARGET
 from drafter import findings, template
@@ -18,6 +18,7 @@ from drafter.layout import Prepared, Workspace
 from drafter.recipe import Recipe, parse_recipe
 from drafter.report import Report
 
+__all__ = ["answer", "prepared", "put"]
 FAMILY = template.family(TARGET, TOKENIZER)
 INCLUDE = Path(__file__).parents[2] / "include"
 SOUND = "oak elm</think>palm bay<|im_end|>"
