@@ -37,7 +37,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,13 +140,13 @@ def write_shard(path: Path, shard: Shard) -> dict[str, Any]:
     try:
         with whole_file(path) as partial, open(partial, "wb") as file:
             file.write(head)
-            for tensor in tensors.values():
-                flat = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-                for start in range(0, len(flat), _BLOCK_BYTES):
-                    block = flat[start : start + _BLOCK_BYTES]
+            # Beside each other: hashing alone is hardly faster than a good disk.
+            with ThreadPoolExecutor(1) as hasher:
+                for block in _blocks(tensors.values()):
+                    hashed = hasher.submit(sha256.update, block)
                     file.write(block)
-                    sha256.update(block)
-                size += len(flat)
+                    hashed.result()
+                    size += len(block)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -216,6 +217,13 @@ def read_rows(hidden: HiddenStates) -> Iterator[Row]:
     """Every row of a dataset in tokenized order, one open shard at a time."""
     for path in shard_paths(hidden):
         yield from read_shard(path).rows()
+
+
+def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    for tensor in tensors:
+        flat = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        for start in range(0, len(flat), _BLOCK_BYTES):
+            yield flat[start : start + _BLOCK_BYTES]
 
 
 def _header_bytes(tensors: dict[str, torch.Tensor], header: ShardHeader) -> bytes:
