@@ -18,6 +18,12 @@ from drafter.shards import Row
 from drafter.target_head import TargetHead
 
 UNKNOWN = "none of the known faults fits"
+_NORMS = {
+    "after": "the last norm is already applied, whoever reads it would norm twice",
+    "before": "the last norm is not applied yet, whoever reads it would miss it",
+}
+"""Where ``final`` really stands, when it does not stand where it is said to."""
+
 _EXPLAINED_TOKENS = 256
 """Response tokens on which causes are tried: enough to tell, cheap with any vocabulary."""
 
@@ -85,6 +91,12 @@ def neighbours_rows(got_TD: torch.Tensor, name: str, other_TD: torch.Tensor) -> 
     return Cause(f"these are the rows of its neighbour {name}", got_TD, other_TD)
 
 
+def other_side_of_norm(head: TargetHead, final_TD: torch.Tensor, normed_TD: torch.Tensor) -> Cause:
+    """``final`` stands before the last norm and is read as if after it, or the other way round."""
+    misread = _misread(head)
+    return Cause(_NORMS[misread.norm], misread.normed(final_TD), normed_TD)
+
+
 def other_embedding(got_TD: torch.Tensor, want_TD: torch.Tensor) -> Iterator[Cause]:
     """Layer 0 that belongs to these ids and is no plain copy of their embedding rows."""
     got, want = got_TD.double(), want_TD.double().to(got_TD.device)
@@ -106,13 +118,12 @@ def unpredicted(row: Row, head: TargetHead, neighbours: Iterable[Row]) -> str:
     stop = start + _EXPLAINED_TOKENS
     final_TD, ids_T = row.final_TD[: stop + 2], row.input_ids_T
     read_T = head.logits(final_TD).argmax(-1)
-    bare_T = (final_TD.to(head.lm_head.dtype) @ head.lm_head.T).argmax(-1)
+    misread = _misread(head)
+    misread_T = misread.logits(final_TD).argmax(-1)
     as_read = _share(read_T[start:], ids_T[start + 1 :])
     shares = {
         "the states are right, but the engine's own logits miss the last norm": as_read,
-        "the last norm is already applied, whoever reads it norms twice": _share(
-            bare_T[start:], ids_T[start + 1 :]
-        ),
+        _NORMS[misread.norm]: _share(misread_T[start:], ids_T[start + 1 :]),
         "row off by one, position t holds the state of t - 1": _share(
             read_T[start + 1 :], ids_T[start + 1 :]
         ),
@@ -133,6 +144,11 @@ def unpredicted(row: Row, head: TargetHead, neighbours: Iterable[Row]) -> str:
         "responses come from other weights or hotter sampling; check target.revision, then lower "
         "extract.min_argmax_share"
     )
+
+
+def _misread(head: TargetHead) -> TargetHead:
+    """Reads rows as if they stood on the other side of the last norm."""
+    return head.reading("before" if head.norm == "after" else "after")
 
 
 def _share(predicted_T: torch.Tensor, following_T: torch.Tensor) -> float:

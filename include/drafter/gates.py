@@ -93,9 +93,9 @@ def check_reference(
 ) -> float:
     """Stored layers and head agree with a plain forward; returns the largest median error.
 
-    What the plain forward did not compute is not compared. ``load_head`` gives the head in float32
-    and is called only where there are normed states to compare. ``neighbours`` are other rows of
-    the batch, taken from the iterable only to name a cause.
+    What the plain forward did not compute is not compared. ``load_head`` gives the head in float32,
+    reading ``final`` as it is stored, and is called only where there are normed states to compare.
+    ``neighbours`` are other rows of the batch, taken from the iterable only to name a cause.
     """
     allowed = _TOLERANCES[got.final_TD.dtype]
     plain = "differs from a plain forward of the target"
@@ -123,11 +123,12 @@ def check_reference(
     normed_TD = head.normed(got.final_TD)
 
     def final_causes() -> Iterator[Cause]:
-        already = "the last norm is already applied, whoever reads it would norm twice"
-        yield Cause(already, got.final_TD, want_TD)
+        norm = head.reading("before").normed
+        yield causes.other_side_of_norm(head, got.final_TD, want_TD)
+        yield Cause("the last norm is applied twice", got.final_TD, norm(want_TD))
         yield from causes.shifts(normed_TD, want_TD)
-        yield from causes.other_layers(got.final_TD, len(want.layers), want.layers)
-        yield Cause("the last norm is applied twice", got.final_TD, head.normed(want_TD))
+        normed_layers = [norm(layer_TD) for layer_TD in want.layers]
+        yield from causes.other_layers(normed_TD, len(want.layers), normed_layers)
         for name, other in neighbours:
             if other.normed_TD is not None:
                 yield causes.neighbours_rows(normed_TD, name, other.normed_TD)
