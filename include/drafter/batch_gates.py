@@ -47,7 +47,7 @@ def check_rows(
             )
         shapes = [(tokens, len(aux_layers), hidden_size), (tokens, hidden_size)]
         if [aux.shape, final.shape] != shapes or (
-            got.embedded_TD is not None and got.embedded_TD.shape != final.shape
+            got.low_TD is not None and got.low_TD.shape != final.shape
         ):
             raise DataError(
                 f"{sample.sample_id}: final is {list(final.shape)} and aux {list(aux.shape)}, "

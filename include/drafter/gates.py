@@ -5,7 +5,8 @@ is never a warning. A gate that fails raises DataError naming the sample and the
 (drafter.causes). Each gate, these and those of a batch (drafter.batch_gates), stops faults that no
 other one sees.
 
-    check_first_layer   before the first shard: layer 0 is the embedding of the ids
+    check_low_layer     before the first shard: layer 0 is the embedding of the ids, or a low layer
+                        that of a plain forward of the first layers
     check_reference     before the first shard: every stored layer equals a plain forward of the
                         target, and the head that training reads gives the target's own logits
     check_alone         every shard: a row computed in a batch equals the same row computed alone,
@@ -52,34 +53,39 @@ class Reference:
     """Of the last L tokens; None when only first layers ran."""
 
 
-def check_first_layer(
+def check_low_layer(
     sample_id: str,
-    embedded_TD: torch.Tensor,
+    low_TD: torch.Tensor,
+    low_layer: int,
     layers: Sequence[torch.Tensor],
     neighbours: Iterable[tuple[str, torch.Tensor]],
 ) -> float:
-    """Layer 0 is ``layers[0]`` up to the rounding of its dtype; returns the median error.
+    """``low_TD`` is ``layers[low_layer]``, layer 0 up to the rounding of its dtype; returns the
+    median error.
 
     ``layers`` are those of a plain forward, or only the embedding rows of the ids where there is
-    none. ``neighbours`` are the embedding rows of others of the batch, taken from the iterable only
-    to name a cause.
+    none. ``neighbours`` are the same layer of others of the batch, taken from the iterable only to
+    name a cause.
     """
+    want_TD = layers[low_layer]
 
     def tried() -> Iterator[Cause]:
-        yield from causes.shifts(embedded_TD, layers[0])
-        yield from causes.other_embedding(embedded_TD, layers[0])
-        yield from causes.other_layers(embedded_TD, 0, layers)
+        yield from causes.shifts(low_TD, want_TD)
+        if low_layer == 0:
+            yield from causes.other_embedding(low_TD, want_TD)
+        yield from causes.other_layers(low_TD, low_layer, layers)
         for name, other_TD in neighbours:
-            yield causes.neighbours_rows(embedded_TD, name, other_TD)
+            yield causes.neighbours_rows(low_TD, name, other_TD)
 
     # Twice: where embeddings are scaled, the factor is rounded and then the product.
-    rounding = 2 * torch.finfo(embedded_TD.dtype).eps
+    rounding = 2 * torch.finfo(low_TD.dtype).eps
+    of = "the embedding of its ids" if low_layer == 0 else "a plain forward of the target"
     return _compare(
-        f"{sample_id}: layer 0 differs from the embedding of its ids",
-        embedded_TD,
-        layers[0],
+        f"{sample_id}: layer {low_layer} differs from {of}",
+        low_TD,
+        want_TD,
         tried(),
-        Tolerance(rounding, rounding),
+        Tolerance(rounding, rounding) if low_layer == 0 else _TOLERANCES[low_TD.dtype],
     )
 
 
@@ -118,7 +124,7 @@ def check_reference(
         if k < len(want.layers)
     ]
     if want.normed_TD is None:
-        return max(errors)
+        return max(errors, default=0.0)
     head, want_TD = load_head(), want.normed_TD
     normed_TD = head.normed(got.final_TD)
 

@@ -109,15 +109,9 @@ class ShardMaker:
         got = self._features(batch)[-1]
         want = self._backend.reference(probed.input_ids)
         errors = []
-        if got.embedded_TD is not None:
-            errors.append(self._check_first_layer(probed, got.embedded_TD.cpu(), want, others))
-        elif want is None:
-            raise RecipeError(
-                f"the target {self._task.target} is too large, or quantised, for a plain forward "
-                "in this process, and the server does not give its layer 0 to check instead: "
-                "start the server with layer 0 among its ids"
-            )
-        if want is not None:
+        if got.low_TD is not None:
+            errors += self._check_low_layer(probed, got.low_TD.cpu(), want, others)
+        if want is not None and self._is_comparable(want):
             errors.append(
                 gates.check_reference(
                     probed.sample_id,
@@ -128,23 +122,41 @@ class ShardMaker:
                     self._references(others),
                 )
             )
+        if not errors:
+            raise RecipeError(
+                f"the target {self._task.target} is too large, or quantised, for a plain forward "
+                f"in this process, and the server does not give its layer {self._backend.low_layer}"
+                f" to check instead: start the server with layer {self._backend.low_layer} among "
+                "its ids"
+            )
         return max(errors)
 
-    def _check_first_layer(
+    def _is_comparable(self, want: gates.Reference) -> bool:
+        """Whether a plain forward reached a layer that is stored."""
+        return want.normed_TD is not None or min(self._task.aux_layers) < len(want.layers)
+
+    def _check_low_layer(
         self,
         probed: Sample,
-        embedded_TD: torch.Tensor,
+        low_TD: torch.Tensor,
         want: gates.Reference | None,
         others: Sequence[Sample],
-    ) -> float:
-        embed = self._backend.head().embed
-        layers = want.layers if want is not None else [embed[torch.tensor(probed.input_ids)]]
-        return gates.check_first_layer(
-            probed.sample_id,
-            embedded_TD,
-            layers,
-            ((s.sample_id, embed[torch.tensor(s.input_ids)]) for s in others),
+    ) -> list[float]:
+        """The error, if there is anything to compare the low layer with."""
+        low, embed = self._backend.low_layer, self._backend.head().embed
+
+        def layers(sample: Sample, known: gates.Reference | None) -> Sequence[torch.Tensor]:
+            return known.layers if known else [embed[torch.tensor(sample.input_ids)]]
+
+        if low >= len(layers(probed, want)):
+            return []
+        neighbours = (
+            (s.sample_id, layers(s, want and self._backend.reference(s.input_ids))[low])
+            for s in others
         )
+        return [
+            gates.check_low_layer(probed.sample_id, low_TD, low, layers(probed, want), neighbours)
+        ]
 
     def _references(self, samples: Sequence[Sample]) -> Iterator[tuple[str, gates.Reference]]:
         for sample in samples:

@@ -62,8 +62,8 @@ class Features:
 
     aux_TAD: torch.Tensor
     final_TD: torch.Tensor
-    embedded_TD: torch.Tensor | None = None
-    """Layer 0, where the backend gives it: for a gate, not stored."""
+    low_TD: torch.Tensor | None = None
+    """States of ``Backend.low_layer``, where it gives them: for a gate, not stored."""
 
     returned_ids: Sequence[int] | None = None
     """The tokens that a server says these are the states of."""

@@ -176,8 +176,8 @@ def check_vllm(
     got: Features, ids: list[int], want: list[torch.Tensor], found: dict[str, list[float]]
 ) -> None:
     assert got.returned_ids == ids
-    assert got.embedded_TD is not None
-    found.setdefault("layer 0", []).append(smallest(got.embedded_TD, want[0]))
+    assert got.low_TD is not None
+    found.setdefault("layer 0", []).append(smallest(got.low_TD, want[0]))
 
 
 @both

@@ -217,26 +217,26 @@ def test_a_layer_0_that_is_not_the_embedding_of_the_ids_is_refused(
 ) -> None:
     row = target.rows[0]
     rows_TD, reference = target.head.embed[row.input_ids_T], target.reference(row)
-    gates.check_first_layer("s", rows_TD.to(dtype), reference.layers, [])
-    gates.check_first_layer("s", rows_TD.to(dtype), [rows_TD], [])
+    gates.check_low_layer("s", rows_TD.to(dtype), 0, reference.layers, [])
+    gates.check_low_layer("s", rows_TD.to(dtype), 0, [rows_TD], [])
     with pytest.raises(DataError, match=f"^s: layer 0 differs.*{cause}"):
-        gates.check_first_layer("s", spoil(rows_TD, reference).to(dtype), reference.layers, [])
+        gates.check_low_layer("s", spoil(rows_TD, reference).to(dtype), 0, reference.layers, [])
 
 
 def test_a_layer_0_of_other_precision_or_of_a_neighbour_is_named(target: Target) -> None:
     row, other = target.rows[:2]
     rows_TD = target.head.embed[row.input_ids_T]
     with pytest.raises(DataError, match="computes in bfloat16"):
-        gates.check_first_layer("s", rows_TD.bfloat16().float(), [rows_TD], [])
+        gates.check_low_layer("s", rows_TD.bfloat16().float(), 0, [rows_TD], [])
     others_TD = target.head.embed[other.input_ids_T]
     got_TD = torch.cat([others_TD, rows_TD[len(others_TD) :]])[: len(rows_TD)]
     with pytest.raises(DataError, match="rows of its neighbour n"):
-        gates.check_first_layer("s", got_TD, [rows_TD], [("n", others_TD)])
+        gates.check_low_layer("s", got_TD, 0, [rows_TD], [("n", others_TD)])
 
 
 def test_a_scaled_layer_0_passes_where_a_plain_forward_scales_too(target: Target) -> None:
     rows_TD = target.head.embed[target.rows[0].input_ids_T] * 5.656854
-    assert gates.check_first_layer("s", rows_TD.bfloat16(), [rows_TD], []) < 0.01
+    assert gates.check_low_layer("s", rows_TD.bfloat16(), 0, [rows_TD], []) < 0.01
 
 
 def test_only_the_layers_that_a_plain_forward_ran_are_compared(target: Target) -> None:

@@ -98,11 +98,20 @@ def test_first_layers_that_are_not_quantised_run_though_later_ones_are(tmp_path:
     torch.testing.assert_close(got.layers[2], want[2][0])
 
 
+def test_the_first_layer_alone_runs_where_the_second_is_quantised(tmp_path: Path) -> None:
+    model = save_target(tmp_path, "llama")
+    quantise(tmp_path, 1)
+    got = open_reference(tmp_path, 3)(IDS)
+    want = model(input_ids=torch.tensor([IDS]), output_hidden_states=True).hidden_states
+    assert got is not None and len(got.layers) == 2
+    torch.testing.assert_close(got.layers[1], want[1][0])
+
+
 def test_nothing_runs_where_the_first_layers_are_quantised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_target(tmp_path, "llama")
-    quantise(tmp_path, 1)
+    quantise(tmp_path, 0)
     assert open_reference(tmp_path, 2)(IDS) is None
     assert "its weights are quantised" in capsys.readouterr().out
 

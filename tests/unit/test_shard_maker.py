@@ -60,6 +60,7 @@ class FewLogits(TransformersBackend):
     """Counts the states that logits were made of."""
 
     checked_tokens = 60
+    low_layer = 0
     made = 0
 
     def logits_rows(self, final_TD: torch.Tensor) -> torch.Tensor:

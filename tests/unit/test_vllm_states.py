@@ -23,12 +23,13 @@ from unit.random_targets import (
     save_target,
     validated_job,
 )
+from unit.test_reference import quantise
 
 from drafter.backends import handover, servers
 from drafter.backends.handover import Handover
 from drafter.backends.transformers import TransformersBackend
 from drafter.backends.vllm import VLLMBackend
-from drafter.errors import Busy, DrafterError, RecipeError
+from drafter.errors import Busy, DataError, DrafterError, RecipeError
 from drafter.extract import run
 from drafter.files import read_section
 from drafter.processes import look
@@ -79,9 +80,9 @@ def test_every_layer_of_every_row_equals_a_plain_forward_and_no_file_stays(
             torch.testing.assert_close(got.aux_TAD, want.aux_TAD)
             torch.testing.assert_close(got.final_TD, want.final_TD)
             assert got.returned_ids == row
-            assert (got.embedded_TD is not None) == (0 in layers)
-            if got.embedded_TD is not None:
-                torch.testing.assert_close(got.embedded_TD, plain.reference(row).layers[0])
+            assert (got.low_TD is not None) == (0 in layers)
+            if got.low_TD is not None:
+                torch.testing.assert_close(got.low_TD, plain.reference(row).layers[0])
             want_logits = plain.logits_rows(want.final_TD)
             torch.testing.assert_close(
                 ours.logits_rows(got.final_TD), want_logits, rtol=1e-4, atol=1e-4
@@ -97,7 +98,7 @@ def test_the_embeddings_may_be_an_auxiliary_layer(tmp_path: Path, target: Path) 
         (got,) = backend(target, server.url, aux=aux).features(ROWS[:1])
     (want,) = TransformersBackend(target, torch.float32, aux).features(ROWS[:1])
     torch.testing.assert_close(got.aux_TAD, want.aux_TAD)
-    torch.testing.assert_close(got.embedded_TD, want.aux_TAD[:, 1])
+    torch.testing.assert_close(got.low_TD, want.aux_TAD[:, 1])
 
 
 def test_the_whole_phase_ends_as_it_does_without_a_server(tmp_path: Path, target: Path) -> None:
@@ -142,7 +143,7 @@ FAULTS: dict[str, tuple[dict[str, Any], type[DrafterError], str]] = {
     "two layers": (
         {"layers": (1, LAYERS)},
         RecipeError,
-        r"gives 2 layers, needed are 4 or, with the embeddings, 5: .*"
+        r"gives 2 layers, needed are 4 or, with layer 0, 5: .*"
         r'"eagle_aux_hidden_state_layer_ids": \[0, 1, 3, 4, 6\]',
     ),
     "all layers": ({"layers": tuple(range(LAYERS + 1))}, RecipeError, "gives 7 layers"),
@@ -197,6 +198,35 @@ def test_layer_0_is_not_asked_of_a_deepseek_which_it_would_kill(tmp_path: Path) 
             backend(target, server.url).features(ROWS[:1])
         with pytest.raises(RecipeError, match=r"layer 0 .* of a deepseek_v3: choose other"):
             backend(target, server.url, aux=(0, 2, 4))
+
+
+@pytest.mark.parametrize("off", [0, 1], ids=["right", "a layer late"])
+def test_a_quantised_deepseek_is_checked_in_the_layer_after_its_dense_one(
+    tmp_path: Path, off: int
+) -> None:
+    """As Kimi-K2.5: no layer 0 from vLLM, and experts from layer 1 on that nobody else can run."""
+    target, files = tmp_path / "deepseek", tmp_path / "files"
+    rows = greedy_rows(save_target(target, "deepseek-v3"), 4)
+    layers = (1, 2, 4, 5, LAYERS)
+    files.mkdir()
+    captured = (layers[0] + off, *layers[1:])
+    with FakeVLLMStates(target, files, layers_of(target, LAYERS, captured)) as server:
+        ours = backend(target, server.url, aux=(2, 4, 5))
+        (got,) = ours.features(ROWS[:1])
+        (want,) = TransformersBackend(target, torch.float32, (1, 2, 3)).features(ROWS[:1])
+        assert got.low_TD is not None and ours.low_layer == 1
+        torch.testing.assert_close(got.low_TD, want.aux_TAD[:, off])
+        quantise(target, 1)
+        job = validated_job(
+            tmp_path, target, rows, aux_layers=(2, 4, 5), backend="vllm", urls=[server.url]
+        )
+        if off:
+            with pytest.raises(DataError, match="layer 1 differs from a plain forward"):
+                run(job)
+        else:
+            run(job)
+            section = read_section(job.workspace.hidden_states("B1").manifest, "extract")
+            assert section is not None and section["gates"]["reference_error"] < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ GATES: dict[str, Any] = {
     "check_ids": batch_gates,
     "check_finite": batch_gates,
     "check_varied": batch_gates,
-    "check_first_layer": gates,
+    "check_low_layer": gates,
     "check_reference": gates,
     "check_alone": gates,
     "check_next_tokens": gates,

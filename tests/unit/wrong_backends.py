@@ -46,6 +46,7 @@ class Right:
     """The real target behind a backend. Subclasses are wrong: from call ``begin`` on."""
 
     checked_tokens = 1_000_000
+    low_layer = 0
     begin = 0
     """1 is after the probe: a cache that has filled, a server that was started again."""
     batched_only = False
@@ -185,16 +186,16 @@ class Repeated(OneRow):
 
 
 def rolled(got: Features, by: int) -> Features:
-    embedded_TD = got.embedded_TD
+    low_TD = got.low_TD
     return Features(
         got.aux_TAD.roll(by, 0),
         got.final_TD.roll(by, 0),
-        embedded_TD.roll(by, 0) if embedded_TD is not None else None,
+        low_TD.roll(by, 0) if low_TD is not None else None,
     )
 
 
 class Shifted(Right):
-    gate, own = "check_first_layer", False
+    gate, own = "check_low_layer", False
     cause = "row off by one, position t holds the state of t - 1"
 
     def spoil(self, right: list[Features]) -> list[Features]:
@@ -212,7 +213,7 @@ class ShiftedLate(Shifted):
 class AuxShiftedEarly(WithoutReference):
     """Final states are right, so the next tokens are."""
 
-    gate, own = "check_first_layer", True
+    gate, own = "check_low_layer", True
     cause = r"row off by one, position t holds the state of t \+ 1"
 
     def spoil(self, right: list[Features]) -> list[Features]:
@@ -223,7 +224,7 @@ class EveryLayerAbove(WithoutReference):
     """Counts the outputs of layers (sglang #25454) from 0 on; the target is too large to run."""
 
     layers = tuple(k + 1 for k in AUX_LAYERS)
-    gate, own, cause = "check_first_layer", True, "layer 0 differs from the embedding of its ids"
+    gate, own, cause = "check_low_layer", True, "layer 0 differs from the embedding of its ids"
 
 
 class LayerAbove(Right):

@@ -2,8 +2,8 @@
 
 In this process, on the CPU in float32, and loaded only for the row that is asked. The whole target
 where its weights fit twice over into what memory is available; else its first layers, up to the
-first that is captured; nothing where not even these fit, are stored quantised, or are of a model
-that transformers cannot run.
+first that is captured, else the first one alone; nothing where not even this fits, is stored
+quantised, or is of a model that transformers cannot run.
 """
 
 from __future__ import annotations
@@ -40,21 +40,30 @@ def open_reference(target_dir: Path, num_layers: int) -> OpenedReference:
     """
 
     def reference(input_ids: list[int]) -> Reference | None:
-        first_layers = max(num_layers, 1)
-        try:
-            whole = _fits_whole(target_dir, first_layers)
-            model = load_target(target_dir, torch.float32, 0, None if whole else first_layers)
-        except (_NotHere, RecipeError) as reason:
-            print(f"no plain forward of {target_dir} in this process: {reason}", flush=True)
-            return None
-        full = plain_forward(model, input_ids)
-        if whole:
-            return full
-        # Without its last norm, a shortened model ends in what enters the layer after it.
-        assert full.normed_TD is not None
-        return Reference(layers=[*full.layers, full.normed_TD])
+        # The first layer alone is dense, and not quantised, in large models of experts.
+        for first_layers in sorted({max(num_layers, 1), 1}, reverse=True):
+            try:
+                return _forward(target_dir, first_layers, input_ids)
+            except (_NotHere, RecipeError) as reason:
+                print(
+                    f"no plain forward of {target_dir}, or of its first {first_layers} layers, in "
+                    f"this process: {reason}",
+                    flush=True,
+                )
+        return None
 
     return reference
+
+
+def _forward(target_dir: Path, first_layers: int, input_ids: list[int]) -> Reference:
+    whole = _fits_whole(target_dir, first_layers)
+    model = load_target(target_dir, torch.float32, 0, None if whole else first_layers)
+    full = plain_forward(model, input_ids)
+    if whole:
+        return full
+    # Without its last norm, a shortened model ends in what enters the layer after it.
+    assert full.normed_TD is not None
+    return Reference(layers=[*full.layers, full.normed_TD])
 
 
 class _NotHere(Exception):

@@ -74,6 +74,7 @@ class SGLangBackend:
     """
 
     checked_tokens = 4096
+    low_layer = 0
 
     def __init__(
         self, settings: Extract, target_dir: Path, dtype: torch.dtype, aux_layers: Sequence[int]

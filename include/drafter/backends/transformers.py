@@ -35,6 +35,7 @@ class TransformersBackend:
     """
 
     checked_tokens = sys.maxsize
+    low_layer = 0
 
     def __init__(self, target_dir: Path, dtype: torch.dtype, aux_layers: Sequence[int]) -> None:
         gpus = torch.cuda.device_count()

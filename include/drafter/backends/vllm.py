@@ -11,7 +11,8 @@ the states of each request to a file of its own (drafter.backends.handover). Fla
 * Ids are inputs of layers, as here; n, the number of layers, is what enters the last norm.
 * Layers lie in the file in ascending order, in whatever order the flag names them.
 * Id 0 (the embeddings) is optional and serves as a check. DeepSeek's model file, which is Kimi's
-  too, cannot give it: the engine dies at the first request.
+  too, cannot give it: the engine dies at the first request. Id 1 serves there: their first layer
+  is dense and not quantised.
 * Rows cover the prompt, so a row goes out whole as one. Chunked prefill and prefix cache are right.
 * Both /v1/completions and /inference/v1/generate name the file; the first needs no flag more.
 * A row needs room for one token that is generated: context >= row + 1, else 400.
@@ -22,7 +23,7 @@ T = tokens of one row, A = auxiliary layers, D = hidden size, V = vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ import torch
 
 from drafter.backends.handover import Handover
 from drafter.backends.output_matrix import OutputMatrix
+from drafter.backends.reference import open_reference
 from drafter.backends.servers import Get, Servers
-from drafter.backends.transformers import TransformersBackend
 from drafter.engines.api import count, first_model
 from drafter.errors import RecipeError
 from drafter.files import read_json
@@ -64,8 +65,8 @@ class VLLMBackend:
         self._aux_layers = tuple(aux_layers)
         self._num_layers: int = text_config(target_dir)["num_hidden_layers"]
         model_type = read_json(target_dir / "config.json").get("model_type")
-        self._gives_first = model_type not in _WITHOUT_FIRST
-        if 0 in self._aux_layers and not self._gives_first:
+        self.low_layer = 1 if model_type in _WITHOUT_FIRST else 0
+        if 0 in self._aux_layers and self.low_layer:
             raise RecipeError(
                 f"vLLM does not return layer 0 (the embeddings) of a {model_type}: choose other "
                 "extract.aux_layers"
@@ -115,27 +116,28 @@ class VLLMBackend:
 
     def _features(self, url: str, token_ids: list[int], states_TLD: torch.Tensor) -> Features:
         served = states_TLD.shape[1]
-        either = (self._layers(with_first=False), self._layers(with_first=True))
+        either = (self._layers(with_low=False), self._layers(with_low=True))
         layers = next((layers for layers in either if len(layers) == served), None)
         if layers is None:
             raise RecipeError(
-                f"{url} gives {served} layers, needed are {len(either[0])} or, with the "
-                f"embeddings, {len(either[1])}: {self._flags()}"
+                f"{url} gives {served} layers, needed are {len(either[0])} or, with "
+                f"layer {self.low_layer}, {len(either[1])}: {self._flags()}"
             )
         places = [layers.index(k) for k in self._aux_layers]
         return Features(
             aux_TAD=states_TLD[:, places],
             final_TD=states_TLD[:, -1].clone(),
-            embedded_TD=states_TLD[:, 0].clone() if layers[0] == 0 else None,
+            low_TD=states_TLD[:, 0].clone() if layers[0] == self.low_layer else None,
             returned_ids=token_ids,
         )
 
-    def _layers(self, *, with_first: bool) -> list[int]:
+    def _layers(self, *, with_low: bool) -> list[int]:
         """Of a file, in its order."""
-        return sorted({*self._aux_layers, self._num_layers} | ({0} if with_first else set()))
+        low = {self.low_layer} if with_low else set()
+        return sorted({*self._aux_layers, self._num_layers} | low)
 
     def _flags(self) -> str:
-        layers = self._layers(with_first=self._gives_first)
+        layers = self._layers(with_low=True)
         hf_config = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}}
         speculative = {
             "method": "extract_hidden_states",
@@ -168,15 +170,3 @@ class VLLMBackend:
                 f"{url} has a context of {context} tokens, needed are extract.max_length and one "
                 f"more: start vLLM with --max-model-len {needed} or lower extract.max_length"
             )
-
-
-def open_reference(target_dir: Path, num_layers: int) -> Callable[[list[int]], Reference | None]:
-    """A plain forward of the target in this process."""
-    opened: list[TransformersBackend] = []
-
-    def reference(input_ids: list[int]) -> Reference | None:
-        if not opened:
-            opened.append(TransformersBackend(target_dir, torch.float32, (num_layers,)))
-        return opened[0].reference(input_ids)
-
-    return reference
