@@ -196,12 +196,13 @@ def verify(workspace: Workspace, recipe: Recipe) -> None:
 
 
 def read_head(recipe: Recipe, corpus: Corpus[Entry]) -> TargetHead:
-    """The target's head in float32.
+    """The target\'s head in float32, which reads ``final`` as the corpus holds it.
 
     Raises DataError when the states are of another revision or size, or when the head does not say
     of them what the target wrote: another model's weights under the same name.
     """
     head = load_head(Path(recipe.target.path)).to("cpu", torch.float32)
+    head = head.reading(corpus.identity["norm"])
     found = corpus.identity["revision"], corpus.identity["hidden_size"]
     needed = recipe.target.revision, head.embed.shape[1]
     if found != needed:

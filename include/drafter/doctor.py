@@ -21,6 +21,7 @@ from drafter.sections import Dataset
 from drafter.source_files import local_files
 
 NEEDED = (
+    "accelerate",
     "httpx",
     "orjson",
     "pandas",

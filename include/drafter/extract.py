@@ -24,6 +24,7 @@ from drafter import gates, plan, states
 from drafter.backends import OpenBackend, opener
 from drafter.errors import DataError
 from drafter.files import file_record, read_section, write_section
+from drafter.forecast import duration, tokens_per_s
 from drafter.job import Job
 from drafter.layout import HiddenStates
 from drafter.shard_maker import ShardMaker, Task
@@ -40,22 +41,32 @@ def run(job: Job) -> None:
 
 
 def extract(job: Job, open_backend: OpenBackend) -> None:
-    """``run`` with the engine given. It is opened only when a shard is missing."""
+    """``run`` with the engine given. It is opened only when a shard is missing.
+
+    States that were imported (drafter.interchange) are left as they are: they cannot be made here.
+    """
+    section = read_section(job.workspace.hidden_states(job.dataset).manifest, "extract")
+    if section is not None and "imported" in section["inputs"]:
+        decision = plan.decide("extract", job.dataset, job.workspace, job.recipe)
+        if decision.action != "done":
+            raise DataError(f"{job.dataset}: {decision.reason}")
+        _finish(job, section, changed=False)
+        return
     work = _work(job)
-    section = read_section(work.hidden.manifest, "extract")
     if section is not None and section["inputs"] == work.inputs and _intact(work.hidden, section):
         _finish(job, section, changed=False)
         return
     index = index_rows(work.tokenized, work.task.settings.max_length)
     shards = plan_shards(index.lengths, work.task.settings.shard_tokens)
     kept, stale = _on_disk(work, len(shards))
-    _forecast(job.dataset, work, index, len(shards), len(kept))
+    _forecast(job, work, index, len(shards), len(kept))
     if stale or len(kept) < len(shards):
         # Not even for a while may a manifest stand beside shards that it does not describe.
         work.hidden.manifest.unlink(missing_ok=True)
     for path in stale:
         path.unlink()
     files = {work.hidden.shard(i).name: file_record(work.hidden.shard(i)) for i in kept}
+    rate = None
     if len(kept) < len(shards):
         present = sum(index.lengths[row] for i in kept for row in shards[i])
         progress = _Progress(job, present, sum(index.lengths))
@@ -70,8 +81,10 @@ def extract(job: Job, open_backend: OpenBackend) -> None:
                 f"tokens, argmax share {_share([kept[i]]):.1%}",
                 flush=True,
             )
+        rate = progress.tokens_per_second()
     section = _section(work, index, [kept[i] for i in range(len(shards))], files)
-    _finish(job, section, changed=write_section(work.hidden.manifest, "extract", section))
+    changed = write_section(work.hidden.manifest, "extract", section)
+    _finish(job, section, changed=changed, rate=rate)
 
 
 @dataclass(frozen=True)
@@ -135,7 +148,7 @@ def _header(path: Path) -> ShardHeader | None:
         return None
 
 
-def _forecast(dataset: str, work: _Work, index: RowIndex, num_shards: int, num_kept: int) -> None:
+def _forecast(job: Job, work: _Work, index: RowIndex, num_shards: int, num_kept: int) -> None:
     """Say what will be written, before anything is. RecipeError when the disk lacks room."""
     work.hidden.root.mkdir(parents=True, exist_ok=True)
     footprint = Footprint(
@@ -143,10 +156,12 @@ def _forecast(dataset: str, work: _Work, index: RowIndex, num_shards: int, num_k
     )
     present = sum(path.stat().st_size for path in work.hidden.root.glob("*shard-*"))
     free = shutil.disk_usage(work.hidden.root).free
-    needed = check_room(dataset, index.lengths, num_shards, footprint, free + present)
+    needed = check_room(job.dataset, index.lengths, num_shards, footprint, free + present)
+    hours = sum(index.lengths) / tokens_per_s(job.workspace, job.recipe) / 3600
     print(
-        f"{dataset}: {len(index.lengths):,} rows, {sum(index.lengths):,} tokens, {num_shards} "
-        f"shards of {gib(needed)} in all, {num_kept} of them kept; {gib(free)} free; "
+        f"{job.dataset}: {len(index.lengths):,} rows, {sum(index.lengths):,} tokens, {num_shards} "
+        f"shards of {gib(needed)} in all, {num_kept} of them kept; {gib(free)} free; about "
+        f"{duration(hours)} for all; "
         f"{index.left_out:,} rows left out, {TOO_LONG} {work.task.settings.max_length}",
         flush=True,
     )
@@ -185,7 +200,7 @@ def _share(measured: Sequence[dict[str, float]]) -> float:
     return sum(shard["argmax_matches"] for shard in measured) / total if total else 1.0
 
 
-def _finish(job: Job, section: dict[str, Any], *, changed: bool) -> None:
+def _finish(job: Job, section: dict[str, Any], *, changed: bool, rate: float | None = None) -> None:
     counts, numbers = section["counts"], section["gates"]
     share = f", argmax share {numbers['argmax_share']:.1%}" if numbers else ""
     left_out = "".join(f", {n:,} left out ({why})" for why, n in counts["left_out"].items())
@@ -201,6 +216,7 @@ def _finish(job: Job, section: dict[str, Any], *, changed: bool) -> None:
         rows=counts["rows"],
         tokens=counts["tokens"],
         shards=counts["shards"],
+        **({} if rate is None else {"tokens_per_second": rate}),
     )
 
 
@@ -223,5 +239,9 @@ class _Progress:
         self._job.report(
             tokens=self._present_tokens + self._tokens,
             dataset_tokens=self._dataset_tokens,
-            tokens_per_second=round(self._tokens / (now - self._started), 1),
+            tokens_per_second=self.tokens_per_second(),
         )
+
+    def tokens_per_second(self) -> float:
+        """Of this run, from its first shard on."""
+        return round(self._tokens / (time.monotonic() - self._started), 1)

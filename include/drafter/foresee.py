@@ -49,6 +49,29 @@ def foresee(
         return replace(plan, action="refuse", reason=str(error))
 
 
+def foresee_extraction(plans: list[Plan], workspace: Workspace, recipe: Recipe) -> list[Plan]:
+    """Plans for extract with bytes and hours; all that would start are refused when the disk
+    cannot take them together, for which of them to leave out is nobody's guess."""
+    from drafter import forecast
+
+    wanted = {}
+    for plan in plans:
+        if plan.action == "start":
+            wanted[plan.dataset] = forecast.forecast(plan.dataset, workspace, recipe)
+    missing = forecast.shortage(workspace, recipe, list(wanted.values())) if wanted else None
+    return [
+        replace(
+            plan,
+            action="refuse" if missing else plan.action,
+            reason=missing or f"{plan.reason}; {wanted[plan.dataset].line()}",
+            counts=wanted[plan.dataset].counts(),
+        )
+        if plan.dataset in wanted
+        else plan
+        for plan in plans
+    ]
+
+
 def look(
     plan: Plan, prepared: Prepared, recipe: Recipe, token_budget: int | None, mode: str
 ) -> Plan:

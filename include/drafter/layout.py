@@ -29,6 +29,7 @@
                                    discard-<time> and restart-<time> by hand;
                                    <name>.partial while it is being filled
       hidden_states/<dataset>/     shard-00000.safetensors ...  manifest.json (section extract)
+      hidden_states/.importing/    <dataset>/: an import until it is whole (drafter.interchange)
       drafter/<run>/               step-000500/  metrics.jsonl  evaluation/<dataset>.json
                                    evaluation/<dataset>.greedy.jsonl: the target's greedy answers
                                    no_states/: the same drafter trained without states
@@ -281,6 +282,10 @@ class Workspace:
 
     def hidden_states(self, dataset: str) -> HiddenStates:
         return HiddenStates(self.root / "hidden_states" / dataset)
+
+    def importing(self, dataset: str) -> HiddenStates:
+        """Beside the finished ones, so that a rename makes it one of them."""
+        return HiddenStates(self.root / "hidden_states" / ".importing" / dataset)
 
     def drafter(self, run: str) -> DrafterRun:
         return DrafterRun(self.root / "drafter" / run)

@@ -72,6 +72,8 @@ def decide(
             reason += "; not needed, the recipe spools: the train DAG makes its states itself"
         return Plan(phase, dataset, action, reason, counts)
 
+    if phase == "extract" and section is not None and "imported" in section["inputs"]:
+        return plan(*_imported(dataset, section, workspace, recipe))
     prepared = workspace.prepared(dataset)
     archived = bool(run_id) and prepared.archive(run_id).exists()
     if phase == "generate" and mode == "restart" and is_begun(prepared) and not archived:
@@ -294,6 +296,27 @@ def changed_files(phase: str, dataset: str, workspace: Workspace, recipe: Recipe
 
     records = {**section.get("files", {}), **section.get("report", {})}
     return [name for name, record in records.items() if not is_as_left(root / name, record)]
+
+
+def _imported(
+    dataset: str, section: dict[str, Any], workspace: Workspace, recipe: Recipe
+) -> tuple[Action, str]:
+    """States of another system are done as long as they are whole and of the recipe's target:
+    extraction could not make them again, so it never replaces them."""
+    root = workspace.hidden_states(dataset).root
+    origin = f"imported from {section['inputs']['imported']}"
+    identity = section["identity"]
+    found = [identity["target"], identity["revision"]]
+    wanted = [recipe.target.path, recipe.target.revision]
+    spoilt = changed_files("extract", dataset, workspace, recipe)
+    if found == wanted and not spoilt:
+        return "done", f"{origin}, not extracted"
+    fault = (
+        f"missing or changed: {', '.join(spoilt)}"
+        if spoilt
+        else f"of revision {found[1]} of {found[0]}, the recipe says {wanted[1]} of {wanted[0]}"
+    )
+    return "refuse", f"{origin}, {fault}: import it again, or move {root} away and extract"
 
 
 def _shortfall(

@@ -18,7 +18,7 @@ from drafter.jsonl import row_at, rows
 _HEADER_BYTES = 4096
 _ROW_BYTES = 16 + 64
 """offsets and prompt_tokens, and its sample id in the metadata."""
-_SPARE = 1.02
+SPARE = 1.02
 """Room beside the shards themselves: manifests, logs, whole blocks."""
 _ALIKE = 0.95
 """A batch ends at a row shorter than this share of its longest: bounds what padding costs ..."""
@@ -133,14 +133,14 @@ def check_room(
     the numbers, and the limit that would fit, when it is too little.
     """
     needed_bytes = footprint.bytes(shards, len(lengths), sum(lengths))
-    if needed_bytes * _SPARE <= room_bytes:
+    if needed_bytes * SPARE <= room_bytes:
         return needed_bytes
-    fitting = _fitting_length(lengths, room_bytes / _SPARE, footprint)
+    fitting = fitting_length(lengths, room_bytes / SPARE, footprint)
     remedy = f"set extract.max_length to {fitting}" if fitting >= 2 else "no row would fit"
     raise RecipeError(
-        f"{dataset}: hidden states of {sum(lengths):,} tokens need {gib(needed_bytes * _SPARE)}, "
-        f"the disk has {gib(room_bytes)} for them: {remedy}, or free disk space, extract fewer "
-        "datasets, or use a larger workspace"
+        f"{dataset}: hidden states of {sum(lengths):,} tokens need {gib(needed_bytes * SPARE)}, "
+        f"the disk has {gib(room_bytes)} for them: {remedy}, train without storing them "
+        "(train.spool_shards), extract fewer datasets, or use a larger workspace"
     )
 
 
@@ -149,7 +149,7 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:,.3g} GiB"
 
 
-def _fitting_length(lengths: Sequence[int], room_bytes: float, footprint: Footprint) -> int:
+def fitting_length(lengths: Sequence[int], room_bytes: float, footprint: Footprint) -> int:
     """The largest cap on row length under which the rows that stay fit."""
     fitting = tokens = 0
     for count, length in enumerate(sorted(lengths), start=1):

@@ -200,10 +200,10 @@ def _write(job: Job, prepared: Prepared, gate: Gate, collector: Collector) -> Co
         open(rejected_partial, "wb") as rejected,
     ):
         for line in jsonl.scan(prepared.responses):
-            facts, ids, row = gate.look(line)
+            facts, row = gate.look(line)
             count.add(facts)
             count.num_bytes += line.num_bytes
-            collector.add(facts, ids)
+            collector.add(facts)
             if row is not None:
                 tokenized.write(row)
             else:

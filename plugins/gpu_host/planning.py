@@ -8,10 +8,11 @@ from typing import Any
 from airflow.sdk import Asset, BaseOperator
 from airflow.sdk.exceptions import AirflowSkipException, DownstreamTasksSkipped
 
+from drafter.errors import RecipeError
 from drafter.layout import ALL
 from drafter.plan import OVER_ALL
 from drafter.recipe import Recipe
-from gpu_host.commands import output_of
+from gpu_host.commands import failure, output_of
 from gpu_host.dag_options import generated_asset
 from gpu_host.hooks import GpuHostHook
 from gpu_host.operators import last_digest
@@ -49,11 +50,16 @@ class PlanOperator(BaseOperator):
         *lines, last = output.splitlines()
         for line in lines:
             self.log.info("%s", line)
-        context["ti"].xcom_push(key="plan", value=json.loads(last))
+        plans = json.loads(last)
+        context["ti"].xcom_push(key="plan", value=plans)
         if params["plan_only"]:
             self.log.info("plan_only is set: nothing is started")
             context["ti"].xcom_push(key="return_value", value=[])
             raise DownstreamTasksSkipped(tasks=sorted(self.downstream_task_ids))
+        refused = [line for line in plans if line["action"] == "refuse"]
+        if self.phase == "extract" and refused:
+            # One disk for all: the first ones would take the room of the others.
+            raise failure(self.log, RecipeError.exit_code, refused[0]["reason"])
         return names
 
     def hook(self) -> GpuHostHook:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from itertools import chain
 
-from bench import budget, generation, jobs, prepare, validation
+from bench import budget, extraction, generation, jobs, prepare, validation
 
 BENCHMARKS = {
     "job-start": jobs.job_start,
@@ -24,6 +24,10 @@ BENCHMARKS = {
     "validate-phase": validation.phase,
     "validate-memory": validation.memory,
     "validate-rerun": validation.rerun,
+    "extract-throughput": extraction.throughput,
+    "padding-waste": extraction.padding_waste,
+    "shard-write": extraction.shard_write,
+    "extract-memory": extraction.memory,
     "budget": budget.overshoot_mean,
     "budget-max": budget.overshoot_max,
     "budget-kills": budget.overshoot_after_kills,

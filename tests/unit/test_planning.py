@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 from airflow.sdk import Asset
-from airflow.sdk.exceptions import AirflowSkipException, DownstreamTasksSkipped
+from airflow.sdk.exceptions import (
+    AirflowFailException,
+    AirflowSkipException,
+    DownstreamTasksSkipped,
+)
 from unit.fake_host import FakeHost
 
 from drafter.recipe import Recipe, parse_recipe
@@ -49,12 +53,12 @@ def context(params: dict[str, Any], events: dict[Asset, list[dict[str, Any]]] | 
     }
 
 
-def plan(host: FakeHost) -> PlanOperator:
+def plan(host: FakeHost, phase: str = "generate") -> PlanOperator:
     class Planned(PlanOperator):
         def hook(self) -> Any:
             return host
 
-    return Planned(task_id="plan", recipe=RECIPE, code="c", phase="generate")
+    return Planned(task_id="plan", recipe=RECIPE, code="c", phase=phase)
 
 
 def join(host: FakeHost) -> JoinOperator:
@@ -148,4 +152,13 @@ def test_what_the_host_says_last_is_the_plan() -> None:
     host = FakeHost((0, f"B1 done\n{json.dumps(lines)}\n", ""))
     at = context({"datasets": ["B1"], "plan_only": False})
     plan(host).execute(at)
+    assert at["ti"]["plan"] == lines
+
+
+def test_states_that_do_not_fit_the_disk_fail_at_the_plan_with_the_ways_out() -> None:
+    lines = [{"action": "done"}, {"action": "refuse", "reason": "the disk has 2 TiB: do less"}]
+    host = FakeHost((0, f"B1 refuse ...\n{json.dumps(lines)}\n", ""))
+    at = context({"datasets": NAMES, "plan_only": False})
+    with pytest.raises(AirflowFailException, match="the disk has 2 TiB: do less"):
+        plan(host, "extract").execute(at)
     assert at["ti"]["plan"] == lines

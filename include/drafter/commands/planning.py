@@ -41,7 +41,7 @@ def left(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> str 
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from drafter.foresee import foresee
+    from drafter.foresee import foresee, foresee_extraction
     from drafter.plan import OVER_ALL, decide
 
     workspace = workspace_of(arguments)
@@ -63,6 +63,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         )
         for name in names
     ]
+    if arguments.phase == "extract":
+        plans = foresee_extraction(plans, workspace, recipe)
     for line in plans:
         print(f"{line.dataset:22} {line.action:8} {line.reason}")
     if arguments.json:
