@@ -14,11 +14,11 @@ from typing import Any
 
 from drafter import adoption, approval, template
 from drafter.errors import DataError, RecipeError
-from drafter.files import read_section
+from drafter.files import count_lines, read_section
 from drafter.identity import generation_identity
 from drafter.jsonl import damage, rows
 from drafter.layout import Prepared, Workspace
-from drafter.plan import Plan, count_lines, decide, run_name
+from drafter.plan import Plan, decide, run_name
 from drafter.recipe import Recipe
 from drafter.rows import Family, key_fault
 from drafter.sessions import refuse_other_identity

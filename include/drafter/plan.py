@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from drafter import approval, source_files
 from drafter.errors import DataError, RecipeError
-from drafter.files import digest, file_record, read_json, read_section
+from drafter.files import count_lines, digest, file_record, read_json, read_section
 from drafter.identity import (
     config_files,
     generation_identity,
@@ -93,7 +93,7 @@ def decide(
             shortfall = _shortfall(section, budget, limits.max_samples, prepared)
             if shortfall is None:
                 return plan("done", f"stop reason: {section['stop_reason']}")
-        pilot = pending_pilot(dataset, workspace, recipe, wanted["identity"])
+        pilot = approval.pending_of(dataset, workspace, recipe, wanted["identity"])
         if pilot:
             return plan("approve" if pilot.is_complete else "pilot", pilot.reason)
         if shortfall:
@@ -205,25 +205,6 @@ def read_phase(
     return read_section(run.manifest, phase)
 
 
-def pending_pilot(
-    dataset: str, workspace: Workspace, recipe: Recipe, identity: dict[str, Any]
-) -> approval.Pending | None:
-    """The pilot that a person has to approve before the rest is generated; None when the recipe
-    asks for none, or it is approved for ``identity``."""
-    if recipe.pilot is None:
-        return None
-    prepared = workspace.prepared(dataset)
-    num_prompts = count_lines(prepared.prompt_ids)
-    max_samples = recipe.dataset(dataset).max_samples
-    return approval.pending(
-        prepared,
-        identity,
-        recipe.pilot.rows,
-        num_stored=count_lines(prepared.responses),
-        num_prompts=num_prompts if max_samples is None else min(num_prompts, max_samples),
-    )
-
-
 def joined(phase: str, workspace: Workspace, recipe: Recipe) -> dict[str, Any]:
     """Whether ``phase`` is done on every dataset, and one hash over what it left.
 
@@ -263,14 +244,6 @@ def changed_prompts(workspace: Workspace, recipe: Recipe) -> list[str]:
 def run_name(workspace: Workspace, recipe: Recipe) -> str:
     """Name of the training run over what is extracted now: another set is another run."""
     return digest(inputs("train", ALL, workspace, recipe))[:12]
-
-
-def count_lines(path: Path) -> int:
-    """Complete lines of a file; 0 when it does not exist."""
-    if not path.exists():
-        return 0
-    with open(path, "rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
 
 
 def changed_files(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> list[str]:
