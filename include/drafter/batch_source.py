@@ -53,11 +53,15 @@ class SpooledBatches:
     plan: SpoolPlan
     sample_ids: Sequence[str]
     """Of every row that is trained on."""
+    moves: bool = True
+    """Whether this process says where training is: of several, one does. The others have every
+    shard mapped by then, since no step ends before all of them have taken it."""
 
     def after(self, done: int) -> Iterator[tuple[int, list[Row]]]:
         for number in range(self.plan.needed(done), len(self.plan.shards)):
             planned = self.plan.shards[number]
-            self.store.move(number)
+            if self.moves:
+                self.store.move(number)
             shard = self.store.take(number)
             if shard.header.sample_ids != tuple(self.sample_ids[row] for row in planned.rows):
                 raise DataError(
@@ -69,28 +73,40 @@ class SpooledBatches:
                 taken = list(islice(rows, len(batch)))
                 if step > done:
                     yield step, taken
-        self.store.move(len(self.plan.shards))
+        if self.moves:
+            self.store.move(len(self.plan.shards))
 
 
 @contextlib.contextmanager
-def opened(job: Job) -> Iterator[tuple[Corpus[Entry], Batches]]:
-    """Rows and batches of a training; a spool knows that it trains for as long as this is open.
+def held(job: Job) -> Iterator[None]:
+    """Verified data; a spool knows that it is trained from for as long as this is open.
 
-    Raises DataError when data is missing or damaged, Busy when nobody fills the spool.
+    Raises DataError when data is missing or damaged.
     """
     recipe, workspace = job.recipe, job.workspace
     corpus.verify(workspace, recipe)
-    if not recipe.spools:
-        spool_store.remove_idle(workspace)
-        stored = corpus.stored(workspace, recipe)
-        yield stored, StoredBatches(stored.trained, recipe.train)
+    if recipe.spools:
+        with locked(spool_store.of(workspace, recipe).spool.trainer, wait=True):
+            yield
         return
+    spool_store.remove_idle(workspace)
+    yield
+
+
+def read(job: Job, moves: bool = True) -> tuple[Corpus[Entry], Batches]:
+    """Rows and batches of a training that holds its data. ``moves``: see :class:`SpooledBatches`.
+
+    Raises DataError when data is missing, Busy when nobody fills the spool.
+    """
+    recipe, workspace = job.recipe, job.workspace
+    if not recipe.spools:
+        stored = corpus.stored(workspace, recipe)
+        return stored, StoredBatches(stored.trained, recipe.train)
     store = spool_store.of(workspace, recipe)
-    with locked(store.spool.trainer, wait=True):
-        split = corpus.tokenized(workspace, recipe)
-        planned = spool_plan.plan_spool(split, recipe)
-        witness = workspace.drafter(plan.run_name(workspace, recipe)).witness
-        store.wait_for_producer(lambda: store.is_own(witness) or None)
-        rows = corpus.spooled(workspace, recipe, split)
-        sample_ids = [entry.sample_id for entry in split.trained]
-        yield rows, SpooledBatches(store, planned, sample_ids)
+    split = corpus.tokenized(workspace, recipe)
+    planned = spool_plan.plan_spool(split, recipe)
+    witness = workspace.drafter(plan.run_name(workspace, recipe)).witness
+    store.wait_for_producer(lambda: store.is_own(witness) or None)
+    rows = corpus.spooled(workspace, recipe, split)
+    sample_ids = [entry.sample_id for entry in split.trained]
+    return rows, SpooledBatches(store, planned, sample_ids, moves)

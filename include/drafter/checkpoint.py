@@ -3,7 +3,11 @@
     step-000500/
       drafter.safetensors     weights in float32, d2t, t2d; metadata: the drafter's shape as JSON
       optimizer.safetensors   <parameter>.<state of AdamW>
-      state.json              step
+      state.json              step; best {step, held_out_loss}: of this checkpoint and all before
+                              it the one with the least held-out loss, or null
+
+The two newest are kept, and the best by each of them. The best is marked in the newest's state.json
+alone, so that mark and checkpoint appear together.
 
 There is no random state: nothing in training draws a number, and the order of rows is a function of
 the seed and the step (corpus.batches). The same step resumed is therefore the same bits.
@@ -15,7 +19,8 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -25,15 +30,25 @@ from torch import Tensor
 
 from drafter import vocabulary
 from drafter.errors import DataError, DrafterError
-from drafter.files import fsync_dir, write_json
+from drafter.files import fsync_dir, read_json, write_json
 from drafter.layout import DrafterRun
 from drafter.model import Drafter, Shape
+from drafter.sections import Train
 from drafter.target_head import TargetHead
 
 WEIGHTS = "drafter.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
+_STATE = "state.json"
 _KEPT = 2
 """Newest checkpoints kept: the last, and the one before it in case the last is damaged."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint with the least held-out loss so far, the earliest of equals."""
+
+    step: int
+    held_out_loss: float
 
 
 def no_states(run: DrafterRun) -> DrafterRun:
@@ -47,8 +62,41 @@ def steps(run: DrafterRun) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def save(run: DrafterRun, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer) -> Path:
-    """Write the checkpoint of ``step``, then drop all but the newest.
+def best(run: DrafterRun) -> Best | None:
+    """As the newest checkpoint has it; None where no row is held out, or when it is gone."""
+    found = [best_by(run, step) for step in steps(run)[-1:]]
+    return next((each for each in found if each and run.checkpoint(each.step).exists()), None)
+
+
+def best_by(run: DrafterRun, step: int) -> Best | None:
+    """As the checkpoint of ``step`` has it. DataError when its state cannot be read."""
+    marked = read_json(run.checkpoint(step) / _STATE).get("best")
+    return marked and Best(**marked)
+
+
+def chosen(run: DrafterRun, train: Train) -> Path:
+    """The checkpoint that is evaluated and exported, as ``train.export`` says.
+
+    Raises DataError when there is no best one.
+    """
+    if train.export == "last":
+        return run.checkpoint(train.steps)
+    if (marked := best(run)) is None:
+        raise DataError(
+            f"{run.root} has no checkpoint with a held-out loss: set train.export to last, or "
+            "train.held_out_share higher"
+        )
+    return run.checkpoint(marked.step)
+
+
+def save(
+    run: DrafterRun,
+    step: int,
+    drafter: Drafter,
+    optimizer: torch.optim.Optimizer,
+    best: Best | None = None,
+) -> Path:
+    """Write the checkpoint of ``step``, then drop all but the newest and the best.
 
     Raises DrafterError when the disk is full; checkpoints written before are untouched.
     """
@@ -60,7 +108,7 @@ def save(run: DrafterRun, step: int, drafter: Drafter, optimizer: torch.optim.Op
         weights = {name: tensor.contiguous() for name, tensor in drafter.state_dict().items()}
         save_file(weights, partial / WEIGHTS, metadata={"shape": shape})
         save_file(_optimizer_state(drafter, optimizer), partial / _OPTIMIZER)
-        write_json(partial / "state.json", {"step": step})
+        write_json(partial / _STATE, {"step": step, "best": best and asdict(best)})
         for path in partial.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
@@ -73,7 +121,9 @@ def save(run: DrafterRun, step: int, drafter: Drafter, optimizer: torch.optim.Op
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    for old in steps(run)[:-_KEPT]:
+    newest = steps(run)[-_KEPT:]
+    bests = (best_by(run, each) for each in newest)
+    for old in _but(steps(run), [*newest, *(each.step for each in bests if each)]):
         # Half a directory must not look like a checkpoint, so it loses its name first.
         os.replace(run.checkpoint(old), partial)
         shutil.rmtree(partial)
@@ -119,6 +169,10 @@ def load_optimizer(directory: Path, drafter: Drafter, optimizer: torch.optim.Opt
     for name, tensor in saved.items():
         parameter, key = name.rsplit(".", 1)
         optimizer.state[named[parameter]][key] = tensor.to(named[parameter].device)
+
+
+def _but(found: Iterable[int], kept: Iterable[int]) -> list[int]:
+    return sorted(set(found).difference(kept))
 
 
 def _optimizer_state(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

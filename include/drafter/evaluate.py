@@ -57,16 +57,17 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
 
     everything = corpus.collect(workspace, recipe)
     head = corpus.read_head(recipe, everything)
-    trained = checkpoint.load_drafter(run_.checkpoint(recipe.train.steps), head)
+    trained = checkpoint.load_drafter(checkpoint.chosen(run_, recipe.train), head)
     backend = open_backend(
         Path(recipe.target.path), DTYPES[recipe.extract.dtype], trained.shape.aux_layers
     )
     draft = recipe.evaluate.draft_tokens
     untrained = new_drafter(trained.shape, head, trained.d2t, trained.t2d, recipe.train.seed)
     drafters = {"untrained": _placed(untrained), "trained": _placed(trained)}
-    blind = checkpoint.no_states(run_).checkpoint(recipe.train.steps)
-    if blind.exists():
-        drafters["no_states"] = _placed(checkpoint.load_drafter(blind, head))
+    blind = checkpoint.no_states(run_)
+    if checkpoint.steps(blind):
+        chosen = checkpoint.chosen(blind, recipe.train)
+        drafters["no_states"] = _placed(checkpoint.load_drafter(chosen, head))
     tallies: dict[str, Tally | None] = {"untrained": None, "no_states": None, "trained": None}
     tallies |= dict.fromkeys(drafters, Tally())
     asked = []

@@ -47,7 +47,7 @@ def run(job: Job) -> None:
     head = corpus.read_head(recipe, rows)
     target = read_json(Path(recipe.target.path) / "config.json")
     name = dtype_name(target)
-    drafter = checkpoint.load_drafter(run_.checkpoint(recipe.train.steps), head)
+    drafter = checkpoint.load_drafter(checkpoint.chosen(run_, recipe.train), head)
     drafter = drafter.to(DTYPES[name]).float()
     sample = sorted(rows.witnesses, key=lambda row: row.prompt_tokens)[:_CHECKED_ROWS]
     evaluations = {d: read_json(run_.evaluation(d)) for d in recipe.dataset_names}

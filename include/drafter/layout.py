@@ -31,6 +31,7 @@
       hidden_states/<dataset>/     shard-00000.safetensors ...  manifest.json (section extract)
       hidden_states/.importing/    <dataset>/: an import until it is whole (drafter.interchange)
       drafter/<run>/               step-000500/  metrics.jsonl  evaluation/<dataset>.json
+                                   curves.html, tensorboard/: made of metrics.jsonl
                                    evaluation/<dataset>.greedy.jsonl: the target's greedy answers
                                    no_states/: the same drafter trained without states
                                    witness.safetensors: a few rows with states, where the recipe
@@ -153,6 +154,14 @@ class DrafterRun:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def curves(self) -> Path:
+        return self.root / "curves.html"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
 
     def checkpoint(self, step: int) -> Path:
         return self.root / f"step-{step:06d}"

@@ -32,12 +32,16 @@ class Judge:
     """Rows of its output matrix that are in the draft vocabulary."""
     left_Q: Tensor
     """int64: step i is supervised where left > i."""
+    count_K: Tensor | None = None
+    """float32: supervised starts of each step that the means are over, should these be a part of
+    them only; None: of these."""
 
 
 @dataclass(frozen=True)
 class Losses:
     total: Tensor
-    """Scalar: sum over steps of decay ** i * mean over the supervised starts of step i."""
+    """Scalar: sum over steps of decay ** i * mean over the supervised starts of step i. The losses
+    of the parts of a batch add up to the loss of the whole."""
     mean: Tensor
     """float32 [K]: that mean per step, 0 where a step has no supervised start."""
     accuracy: Tensor
@@ -58,7 +62,10 @@ class _SoftCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any, judge: Judge, decay: float, weight: Tensor, *states: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         steps, device = len(states), weight.device
-        count = torch.stack([(judge.left_Q > i).sum() for i in range(steps)]).float()
+        learns = any(ctx.needs_input_grad)
+        count = judge.count_K
+        if count is None:
+            count = torch.stack([(judge.left_Q > i).sum() for i in range(steps)]).float()
         share = 1 / count.clamp(min=1)
         factor = decay ** torch.arange(steps, device=device) * share
         loss, hits = torch.zeros(2, steps, device=device)
@@ -75,6 +82,8 @@ class _SoftCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
                 kept = (judge.left_Q[start] > i).float()
                 hits[i] += ((drawn.argmax(-1) == best[row]) * kept).sum()
                 loss[i] -= ((wanted[row] * drawn).sum(-1) * kept).sum()
+                if not learns:
+                    continue
                 slope = drawn.exp_().sub_(wanted[row]).mul_((kept * factor[i])[:, None])
                 slope = slope.to(state.dtype)
                 grads[i][start] = slope @ weight

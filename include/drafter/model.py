@@ -17,17 +17,21 @@ head, d = head size, D = draft vocabulary. Source: EAGLE-3, arXiv:2503.01840.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from drafter.alignment import Batch
 from drafter.attention import attend
 from drafter.errors import RecipeError
 from drafter.target_head import TargetHead
+
+_KeyValue = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -147,9 +151,10 @@ class Drafter(nn.Module):  # type: ignore[misc]
         """Begin a draft at every start of ``batch``."""
         return Unroll(self, batch)
 
-    def train_states(self, batch: Batch, steps: int) -> list[Tensor]:
-        """Normed states [Q, H] of each of ``steps`` draft steps, reading what the target wrote."""
-        unroll = self.unroll(batch)
+    def train_states(self, batch: Batch, steps: int, recompute: bool = False) -> list[Tensor]:
+        """Normed states [Q, H] of each of ``steps`` draft steps, reading what the target wrote.
+        ``recompute``: see :class:`Unroll`."""
+        unroll = Unroll(self, batch, recompute)
         states = [unroll.first()]
         for step in range(1, steps):
             states.append(unroll.next(batch.next_Q.roll(1 - step)))
@@ -161,48 +166,94 @@ class Unroll:
 
     Step 0 runs over all slots, because later slots see its keys; queries and everything after
     attention are computed for starts only. Later steps see each other's keys within one draft.
+
+    With ``recompute`` backward keeps of every step what the next ones read (state, key, value) and
+    computes the rest of it once more: the same numbers, a step's activations at a time.
     """
 
-    def __init__(self, drafter: Drafter, batch: Batch) -> None:
-        self._drafter, self._batch = drafter, batch
-        self._position = batch.position_S[batch.start_Q]
-        self._own: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, drafter: Drafter, batch: Batch, recompute: bool = False) -> None:
+        self._steps, self._recompute = _Steps(drafter, batch), recompute
+        self._own: list[_KeyValue] = []
 
     def first(self) -> Tensor:
         """Step 0: states [Q, H] from the target's states and the tokens it has written."""
-        batch = self._batch
-        fused = self._drafter.fc(batch.aux_SAH.flatten(1))
-        read = self._beside(batch.read_S, fused)
-        self._key, self._value = self._key_value(read, batch.position_S)
-        self._state = self._layer(read[batch.start_Q], fused[batch.start_Q], self._position)
+        self._state, *self._seen = self._computed(self._steps.first)
         return self._state
 
     def next(self, token: Tensor) -> Tensor:
         """A later step: states [Q, H] from those of the step before and ``token`` int64 [Q]."""
-        position = self._position + len(self._own) + 1
-        read = self._beside(token, self._state)
-        self._own.append(self._key_value(read, position))
-        self._state = self._layer(read, self._state, position)
+        # A copy: what is computed once more must not see keys of steps after it.
+        own = list(self._own)
+        self._state, *pair = self._computed(
+            self._steps.later, token, self._state, tuple(self._seen), own
+        )
+        self._own.append((pair[0], pair[1]))
         return self._state
 
+    def _computed(self, step: Callable[..., tuple[Tensor, ...]], *given: Any) -> tuple[Tensor, ...]:
+        if not self._recompute:
+            return step(*given)
+        kept: tuple[Tensor, ...] = checkpoint(
+            step, *given, use_reentrant=False, preserve_rng_state=False, early_stop=False
+        )
+        return kept
+
+
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """A step of every draft as a function of what it reads. Backward holds on to it, so it holds
+    none of the states."""
+
+    drafter: Drafter
+    batch: Batch
+
+    def first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """State, key and value of step 0."""
+        batch = self.batch
+        fused = self.drafter.fc(batch.aux_SAH.flatten(1))
+        read = self._beside(batch.read_S, fused)
+        key, value = self._key_value(read, batch.position_S)
+        starts = batch.start_Q
+        position = batch.position_S[starts]
+        state = self._layer(read[starts], fused[starts], position, (key, value), [])
+        return state, key, value
+
+    def later(
+        self, token: Tensor, before: Tensor, seen: _KeyValue, own: list[_KeyValue]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """State, key and value of the step after those that ``own`` is of."""
+        position = self.batch.position_S[self.batch.start_Q] + len(own) + 1
+        read = self._beside(token, before)
+        key, value = self._key_value(read, position)
+        state = self._layer(read, before, position, seen, [*own, (key, value)])
+        return state, key, value
+
     def _beside(self, token: Tensor, state: Tensor) -> Tensor:
-        layer = self._drafter.midlayer
-        embedded = F.embedding(token, self._drafter.embed).to(state.dtype)
+        layer = self.drafter.midlayer
+        embedded = F.embedding(token, self.drafter.embed).to(state.dtype)
         return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(state)], -1)
 
-    def _key_value(self, read: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        shape, attention = self._drafter.shape, self._drafter.midlayer.self_attn
+    def _key_value(self, read: Tensor, position: Tensor) -> _KeyValue:
+        shape, attention = self.drafter.shape, self.drafter.midlayer.self_attn
         heads = (len(read), shape.num_kv_heads, shape.head_dim)
         key = rotate(attention.k_proj(read).view(heads), position, shape.rope_theta)
         return key, attention.v_proj(read).view(heads)
 
-    def _layer(self, read: Tensor, residual: Tensor, position: Tensor) -> Tensor:
-        shape, layer = self._drafter.shape, self._drafter.midlayer
+    def _layer(
+        self,
+        read: Tensor,
+        residual: Tensor,
+        position: Tensor,
+        seen: _KeyValue,
+        own: list[_KeyValue],
+    ) -> Tensor:
+        """``seen``: of step 0; ``own``: of every later step so far."""
+        shape, layer = self.drafter.shape, self.drafter.midlayer
         query = layer.self_attn.q_proj(read).view(len(read), shape.num_heads, shape.head_dim)
         query = rotate(query, position, shape.rope_theta)
         groups = query.view(len(read), shape.num_kv_heads, -1, shape.head_dim)
-        seen = attend(groups, self._key, self._value, self._own, self._batch.spans)
-        state = residual + layer.self_attn.o_proj(seen.flatten(1))
+        attended = attend(groups, *seen, own, self.batch.spans)
+        state = residual + layer.self_attn.o_proj(attended.flatten(1))
         out: Tensor = state + layer.mlp(layer.post_attention_layernorm(state))
         return out
 

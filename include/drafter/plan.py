@@ -174,6 +174,7 @@ def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> di
     if phase == "evaluate":
         return {
             "train": trained,
+            "checkpoint": recipe.train.export,
             "dataset": dataset,
             "evaluate": recipe.evaluate.model_dump(mode="json"),
         }
@@ -181,7 +182,7 @@ def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> di
         evaluated = {
             name: digest(_evaluation(run.evaluation(name))) for name in recipe.dataset_names
         }
-        return {"train": trained, "evaluated": evaluated}
+        return {"train": trained, "checkpoint": recipe.train.export, "evaluated": evaluated}
     raise RecipeError(f"no phase {phase!r}: there are {', '.join(PHASES)}")
 
 

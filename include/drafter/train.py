@@ -1,80 +1,80 @@
 """Phase train: one drafter from the states of every dataset.
 
 Reads every dataset's shards, or a spool that another job fills meanwhile (batch_source.py). Writes
-``drafter/<run>/``: checkpoints, metrics.jsonl (one line per step) and the manifest's section
-``train``. Killed at any moment it continues from its last checkpoint, and its losses and weights
-are those of a run that was never killed, bit for bit on the same machine. With
+``drafter/<run>/``: checkpoints, of which the best by held-out loss is kept (checkpoint.py),
+metrics.jsonl (one line per step) with curves and a TensorBoard made of it (metrics.py), and the
+manifest's section ``train``. Killed at any moment it continues from its last checkpoint, and its
+losses and weights are those of a run that was never killed, bit for bit on the same machine. With
 ``train.no_states_baseline`` the same drafter is then trained on the same batches with the target's
-states zeroed, in ``no_states/``.
+states zeroed, in ``no_states/``. On a machine of several GPUs the job starts a process for each
+(distributed.py), which meet in :func:`run` again.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-import torch
-from torch import Tensor
-
-from drafter import batch_source, checkpoint, corpus, jsonl, plan, vocabulary
-from drafter.alignment import align
-from drafter.batch_source import Batches
+from drafter import (
+    batch_source,
+    checkpoint,
+    corpus,
+    curves,
+    distributed,
+    held_out_rows,
+    metrics,
+    plan,
+    vocabulary,
+)
 from drafter.corpus import Corpus
+from drafter.distributed import Group
 from drafter.entries import Entry
 from drafter.errors import DataError
-from drafter.files import clear_partial, file_record, whole_file, write_section
+from drafter.files import file_record, write_section
 from drafter.job import Job
 from drafter.layout import DrafterRun
-from drafter.loss import Judge, soft_cross_entropy
+from drafter.metrics import Progress
 from drafter.model import Drafter, new_drafter, shape_for
 from drafter.recipe import Recipe
-from drafter.sections import Train
-from drafter.shards import Row
 from drafter.target_head import TargetHead, text_config
-
-_REPORT_SECONDS = 1.0
-_LOG_SECONDS = 20.0
-_NAMED_SAMPLES = 8
+from drafter.trainer import Trainer
 
 
 def run(job: Job) -> None:
     """Train, or continue to train, the run that the extracted data and the recipe name."""
+    if distributed.is_launched():
+        with distributed.joined() as group:
+            _train(job, group)
+        return
+    size = distributed.processes(job.recipe.train.processes)
+    with batch_source.held(job):
+        if size == 1:
+            _train(job, Group())
+        else:
+            print(f"{size} processes share each batch", flush=True)
+            distributed.launch(job, size)
+
+
+def _train(job: Job, group: Group) -> None:
     recipe, workspace = job.recipe, job.workspace
     inputs = plan.inputs("train", job.dataset, workspace, recipe)
     states = workspace.drafter(plan.run_name(workspace, recipe))
     runs = [states] + [checkpoint.no_states(states)] * recipe.train.no_states_baseline
-    progress = _Progress(job, recipe.train.steps * len(runs))
-    results = []
-    with batch_source.opened(job) as (rows, batches):
-        head = corpus.read_head(recipe, rows)
-        for each in runs:
-            trainer = Trainer(recipe.train, head, see_states=each is states)
-            trainer.fit(each, untrained(recipe, rows, head), batches, progress)
-            results.append(_summary(each))
-    weights = states.checkpoint(recipe.train.steps) / checkpoint.WEIGHTS
-    section = {
-        "inputs": inputs,
-        "identity": rows.identity,
-        "counts": {
-            **results[0],
-            "trained_rows": len(rows.trained),
-            "held_out_rows": len(rows.held_out),
-            "left_out": rows.left_out,
-        },
-        "no_states": results[1] if len(results) > 1 else None,
-        "files": {str(weights.relative_to(states.root)): file_record(weights)},
-    }
-    changed = write_section(states.manifest, "train", section)
-    counts = results[0]
-    line = f"{counts['steps']} steps over {counts['tokens']} tokens of {len(rows.trained)} rows"
-    if counts["steps"]:
-        line += f", loss {counts['first_loss']:.3f} -> {counts['last_loss']:.3f}"
-    job.report(done=True, changed=changed, line=line, step=progress.steps, steps=progress.steps)
-    print(line, flush=True)
+    progress = Progress(job, recipe.train.steps * len(runs))
+    rows, batches = batch_source.read(job, moves=group.is_main)
+    head = corpus.read_head(recipe, rows)
+    looked = held_out_rows.chosen(rows, recipe.train.held_out_share)
+    if recipe.train.export == "best" and not looked:
+        raise DataError(
+            "no row with states is held out, so no checkpoint can be the best: raise "
+            f"train.held_out_share ({recipe.train.held_out_share}), or set train.export to last"
+        )
+    for each in runs:
+        see_states = each is states
+        trainer = Trainer(recipe.train, head, held_out=looked, group=group, see_states=see_states)
+        trainer.fit(each, untrained(recipe, rows, head), batches, progress)
+    if group.is_main:
+        _finish(job, inputs, rows, runs, progress)
 
 
 def untrained(recipe: Recipe, rows: Corpus[Entry], head: TargetHead) -> Drafter:
@@ -89,171 +89,52 @@ def untrained(recipe: Recipe, rows: Corpus[Entry], head: TargetHead) -> Drafter:
     return new_drafter(shape, head, d2t, t2d, recipe.train.seed)
 
 
-def learning_rate(done: int, train: Train) -> float:
-    """Of the step after ``done`` steps: linear warm-up, then half a cosine down to zero."""
-    warmup = round(train.warmup_share * train.steps)
-    if done < warmup:
-        return train.learning_rate * (done + 1) / warmup
-    share = (done - warmup) / (train.steps - warmup)
-    return train.learning_rate * (1 + math.cos(math.pi * share)) / 2
-
-
-class Trainer:
-    """The loop over one run directory. Float32 on a CPU, bfloat16 matrix products on a GPU."""
-
-    def __init__(self, options: Train, head: TargetHead, *, see_states: bool = True) -> None:
-        self.options, self.see_states = options, see_states
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.head = head.to(self.device, torch.float32)
-
-    def fit(
-        self, run_: DrafterRun, drafter: Drafter, batches: Batches, progress: _Progress
-    ) -> None:
-        """Train ``drafter``, or what the last checkpoint of ``run_`` made of it, to the end."""
-        options = self.options
-        checkpoint.clear_partial(run_)
-        saved = checkpoint.steps(run_)
-        done = saved[-1] if saved else 0
-        if saved:
-            drafter = checkpoint.load_drafter(run_.checkpoint(done), self.head)
-        drafter = drafter.to(self.device)
-        optimizer = torch.optim.AdamW(
-            drafter.parameters(), weight_decay=options.weight_decay, fused=True
-        )
-        if saved:
-            checkpoint.load_optimizer(run_.checkpoint(done), drafter, optimizer)
-        elif options.steps == 0:
-            checkpoint.save(run_, 0, drafter, optimizer)
-        kind = "with" if self.see_states else "without"
-        print(f"{kind} the target's states: from step {done} to {options.steps}", flush=True)
-        progress.skip(done)
-        judge = self.head.lm_head[drafter.draft_ids]
-        _keep_metrics(run_.metrics, done)
-        with jsonl.Appender(run_.metrics) as metrics:
-            for step, rows in batches.after(done):
-                numbers = self.step(step, rows, drafter, optimizer, judge)
-                metrics.append(numbers)
-                progress.step(numbers)
-                if step % options.checkpoint_every_steps == 0 or step == options.steps:
-                    metrics.sync()
-                    checkpoint.save(run_, step, drafter, optimizer)
-
-    def step(
-        self,
-        step: int,
-        rows: Sequence[Row],
-        drafter: Drafter,
-        optimizer: torch.optim.Optimizer,
-        judge_DH: Tensor,
-    ) -> dict[str, Any]:
-        """One optimiser step, ``step`` from 1; returns its line of metrics.jsonl.
-
-        Raises DataError naming the samples when loss or gradient is not finite, before anything
-        is updated.
-        """
-        began = time.perf_counter()
-        options = self.options
-        batch = align(rows).to(self.device, torch.float32)
-        if not self.see_states:
-            batch = batch.without_states()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            states = drafter.train_states(batch, options.ttt_steps)
-            judge = Judge(self.head.normed(batch.final_QH), judge_DH, batch.left_Q)
-            losses = soft_cross_entropy(states, drafter.lm_head.weight, judge, options.step_decay)
-        losses.total.backward()
-        norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), options.clip_norm, foreach=True)
-        measured = torch.cat([losses.total[None], norm[None], losses.mean, losses.accuracy])
-        total, norm_, *per_step = measured.tolist()
-        if not math.isfinite(total) or not math.isfinite(norm_):
-            raise DataError(_not_finite(step, total, norm_, rows))
-        rate = learning_rate(step - 1, options)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
-        tokens = sum(len(row.input_ids_T) for row in rows)
-        steps = range(options.ttt_steps)
-        return {
-            "step": step,
-            "loss": total,
-            **{f"loss_{i}": per_step[i] for i in steps},
-            **{f"acc_{i}": per_step[options.ttt_steps + i] for i in steps},
-            "grad_norm": norm_,
-            "lr": rate,
-            "tokens": tokens,
-            "tokens_per_s": round(tokens / (time.perf_counter() - began)),
-        }
-
-
-class _Progress:
-    """Numbers for ``progress.json`` about once a second, a line for the log less often."""
-
-    def __init__(self, job: Job, steps: int) -> None:
-        self.job, self.steps, self.done = job, steps, 0
-        self._reported = self._logged = self._began = time.monotonic()
-        self._first = self._tokens = 0
-
-    def skip(self, steps: int) -> None:
-        """``steps`` were done by an earlier process."""
-        self.done += steps
-        self._first += steps
-
-    def step(self, numbers: dict[str, Any]) -> None:
-        self.done += 1
-        self._tokens += numbers["tokens"]
-        now = time.monotonic()
-        if now - self._reported < _REPORT_SECONDS:
-            return
-        self._reported = now
-        spent = now - self._began
-        seen = {
-            "step": self.done,
-            "steps": self.steps,
-            "loss": round(numbers["loss"], 4),
-            "acc": round(numbers["acc_0"], 4),
-            "tokens_per_s": round(self._tokens / spent),
-            "eta_s": round(spent * (self.steps - self.done) / (self.done - self._first)),
-        }
-        self.job.report(**seen)
-        if now - self._logged >= _LOG_SECONDS:
-            self._logged = now
-            print(" ".join(f"{name} {value}" for name, value in seen.items()), flush=True)
-
-
-def _keep_metrics(path: Path, done: int) -> None:
-    """Forget the steps after the checkpoint: they are about to be taken again."""
-    lines = [line.value for line in jsonl.rows(path) if line.value["step"] <= done]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    clear_partial(path.parent, path.name)
-    with whole_file(path) as partial:
-        partial.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-
-
-def _summary(run_: DrafterRun) -> dict[str, Any]:
-    lines = [line.value for line in jsonl.rows(run_.metrics)]
-    return {
-        "steps": len(lines),
-        "tokens": sum(line["tokens"] for line in lines),
-        "first_loss": lines[0]["loss"] if lines else None,
-        "last_loss": lines[-1]["loss"] if lines else None,
+def _finish(
+    job: Job,
+    inputs: dict[str, Any],
+    rows: Corpus[Entry],
+    runs: list[DrafterRun],
+    progress: Progress,
+) -> None:
+    """Write the manifest's section and tell what was done."""
+    states, results = runs[0], [_result(each) for each in runs]
+    counts = results[0]
+    kept = {job.recipe.train.steps, counts["best_step"]} - {None}
+    weights = [states.checkpoint(step) / checkpoint.WEIGHTS for step in sorted(kept)]
+    section = {
+        "inputs": inputs,
+        "identity": rows.identity,
+        "counts": {
+            **counts,
+            "trained_rows": len(rows.trained),
+            "held_out_rows": len(rows.held_out),
+            "left_out": rows.left_out,
+        },
+        "no_states": results[1] if len(results) > 1 else None,
+        "files": {str(path.relative_to(states.root)): file_record(path) for path in weights},
     }
-
-
-def _not_finite(step: int, loss: float, norm: float, rows: Sequence[Row]) -> str:
-    def damaged(row: Row) -> bool:
-        return not (row.aux_TAD.isfinite().all() and row.final_TD.isfinite().all())
-
-    guilty = [row for row in rows if damaged(row)]
-    named = guilty or list(rows)
-    names = ", ".join(row.sample_id for row in named[:_NAMED_SAMPLES])
-    if len(named) > _NAMED_SAMPLES:
-        names += f" and {len(named) - _NAMED_SAMPLES} more"
-    if guilty:
-        return (
-            f"step {step}: loss {loss}, gradient norm {norm}: the states of {names} are not "
-            "finite, extract their datasets anew"
-        )
-    return (
-        f"step {step}: loss {loss}, gradient norm {norm} with finite states, in a batch of "
-        f"{names}: lower train.learning_rate"
+    changed = write_section(states.manifest, "train", section)
+    line = f"{counts['steps']} steps over {counts['tokens']} tokens of {len(rows.trained)} rows"
+    if counts["steps"]:
+        line += f", loss {counts['first_loss']:.3f} -> {counts['last_loss']:.3f}"
+    if counts["best_step"] is not None:
+        line += f", held out {counts['best_held_out_loss']:.3f} at best, step {counts['best_step']}"
+    job.report(
+        done=True,
+        changed=changed,
+        line=line,
+        step=progress.steps,
+        steps=progress.steps,
+        curves=str(states.curves),
+        numbers=curves.text(metrics.lines(states)),
     )
+    print(line, flush=True)
+
+
+def _result(run_: DrafterRun) -> dict[str, Any]:
+    best = checkpoint.best(run_)
+    return {
+        **metrics.summary(run_),
+        "best_step": best and best.step,
+        "best_held_out_loss": best and best.held_out_loss,
+    }

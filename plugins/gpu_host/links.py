@@ -1,5 +1,6 @@
 """A button on a dataset's task that leads to what it left: numbers and, of generate, samples; of
-validate, where on the GPU host the report's page lies."""
+validate, where on the GPU host the report's page lies; of train, a table of losses and accuracies
+over the steps, and where the page with their curves lies."""
 
 from __future__ import annotations
 

@@ -115,13 +115,17 @@ class SpoolSite:
             extract.run(self.job("extract", dataset))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl without what depends on the clock."""
+        """Lines of metrics.jsonl without what depends on the clock, or on which held-out rows have
+        states."""
         lines = [orjson.loads(line) for line in self.run.metrics.read_bytes().splitlines()]
-        return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+        return [
+            {k: v for k, v in line.items() if k != "tokens_per_s" and "held_out" not in k}
+            for line in lines
+        ]
 
     def weights(self) -> dict[str, bytes]:
         directory = self.run.checkpoint(self.recipe.train.steps)
-        return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+        return {path.name: path.read_bytes() for path in sorted(directory.glob("*.safetensors"))}
 
 
 def forked(work: Callable[[], object]) -> int:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from unit.drafter_site import DrafterSite
 
-from drafter import checkpoint, corpus, train
+from drafter import checkpoint, corpus, train, trainer
 from drafter.errors import DataError, DrafterError
 from drafter.files import read_json, read_section
 from drafter.shards import Row
@@ -68,11 +68,11 @@ def test_one_batch_is_learnt_by_heart(tmp_path):
     rows = corpus.collect(site.workspace, site.recipe)
     head = corpus.read_head(site.recipe, rows)
     drafter = train.untrained(site.recipe, rows, head)
-    trainer = train.Trainer(site.recipe.train, head)
+    made = trainer.Trainer(site.recipe.train, head)
     batch = [entry.read() for entry in rows.trained]
     optimizer = torch.optim.AdamW(drafter.parameters())
     judge = head.lm_head[drafter.draft_ids]
-    steps = [trainer.step(i, batch, drafter, optimizer, judge) for i in range(1, 150)]
+    steps = [made.step(i, batch, drafter, optimizer, judge) for i in range(1, 150)]
     assert all(steps[-1][f"acc_{i}"] > 0.99 for i in range(3))
 
 
@@ -172,12 +172,12 @@ def test_a_loss_that_is_not_finite_names_the_samples(tmp_path, guilty):
         head = corpus.read_head(site.recipe, found)
         drafter = train.untrained(site.recipe, found, head)
         drafter.fc.weight.data[0, 0] = float("inf")
-        trainer = train.Trainer(site.recipe.train, head)
+        made = trainer.Trainer(site.recipe.train, head)
         batch = [entry.read() for entry in found.trained]
         optimizer = torch.optim.AdamW(drafter.parameters())
         with pytest.raises(DataError, match=r"finite states, in a batch of B1-.* and \d+ more"):
             judge = head.lm_head[drafter.draft_ids]
-            trainer.step(1, batch, drafter, optimizer, judge)
+            made.step(1, batch, drafter, optimizer, judge)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own():
 
 def test_the_learning_rate_warms_up_and_falls_to_zero(tmp_path):
     options = DrafterSite(tmp_path, train={"steps": 100, "warmup_share": 0.1}).recipe.train
-    rates = [train.learning_rate(done, options) / options.learning_rate for done in range(100)]
+    rates = [trainer.learning_rate(done, options) / options.learning_rate for done in range(100)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == rates[10] == 1.0
     assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] < 0.001

@@ -11,8 +11,17 @@ from drafter.sections.section import EnvironmentName, Section
 _EXTRACT_WHERE = {"urls", "api_key_env", "timeout_s", "jobs", "forecast_tflops"}
 """Who makes the states, how fast and how many at once: it decides nothing about them."""
 
-_TRAIN_HOW = {"checkpoint_every_steps", "spool_shards", "spool_patience_s"}
-"""How often training saves, and how its states reach it: none decides a weight."""
+_TRAIN_HOW = {
+    "checkpoint_every_steps",
+    "evaluate_every_steps",
+    "recompute_activations",
+    "processes",
+    "export",
+    "spool_shards",
+    "spool_patience_s",
+}
+"""How often training saves and looks, where it computes, how its states reach it, and which
+checkpoint is taken of it: none decides a weight (the number of processes only how sums round)."""
 
 
 class Extract(Section):
@@ -74,26 +83,43 @@ class Extract(Section):
 
 
 class Train(Section):
+    """Defaults are the recipe that SpecForge 0.2.0 trains EAGLE-3 drafters with, where a field says
+    nothing else."""
+
     steps: int = Field(default=20_000, ge=0)
     """Optimiser steps. 0 exports the untrained drafter."""
 
     batch_tokens: int = Field(default=8192, ge=2)
-    """Packed tokens per step."""
+    """Packed tokens per step, of all processes together; as speculators 0.9.0 packs them."""
 
     ttt_steps: int = Field(default=7, ge=1, le=16)
-    """Draft steps unrolled per position (EAGLE-3 training-time test)."""
+    """Draft steps unrolled per position (EAGLE-3 training-time test): 7 in SafeAILab's code,
+    SpecForge and TorchSpec, which takes 4 for Kimi; 3 in speculators."""
 
     step_decay: float = Field(default=0.8, gt=0, le=1)
-    """Weight of draft step i is step_decay ** i."""
+    """Weight of draft step i is step_decay ** i: 0.8 in SafeAILab's code, SpecForge and
+    TorchSpec; 1 in speculators."""
 
     learning_rate: float = Field(default=1e-4, gt=0)
+    """Of AdamW, the highest: 1e-4 in SpecForge and TorchSpec, which takes 5e-5 for Kimi, as
+    SafeAILab's code always does."""
+
     warmup_share: float = Field(default=0.015, ge=0, lt=1)
+    """Of the steps, over which the learning rate grows; half a cosine takes it to zero after that:
+    SpecForge and TorchSpec."""
+
     weight_decay: float = Field(default=0.0, ge=0)
+    """SpecForge; 0.01 in speculators."""
+
     clip_norm: float = Field(default=0.5, gt=0)
+    """Largest norm of a gradient: 0.5 in SafeAILab's code, SpecForge and TorchSpec, which takes 1
+    for Kimi."""
+
     seed: int = Field(default=0, ge=0)
 
     draft_vocab_size: int = Field(default=32_000, ge=1)
-    """Most frequent response tokens that the drafter can propose; capped at the target's size."""
+    """Most frequent response tokens that the drafter can propose; capped at the target's size.
+    32,000 in SafeAILab's code."""
 
     intermediate_size: int | None = Field(default=None, ge=1)
     """Of the drafter's MLP; default: the target's dense one."""
@@ -102,6 +128,21 @@ class Train(Section):
     """Of sample ids, by hash: never trained on, used to evaluate."""
 
     checkpoint_every_steps: int = Field(default=500, ge=1)
+
+    evaluate_every_steps: int | None = Field(default=None, ge=1)
+    """How often the loss of held-out rows is taken besides at every checkpoint; default: no more
+    often."""
+
+    export: Literal["last", "best"] = "last"
+    """Which checkpoint is evaluated and exported: of the last step, or the one with the least
+    held-out loss."""
+
+    processes: int | None = Field(default=None, ge=1)
+    """Processes that share each batch, one per GPU; default: as many as there are GPUs."""
+
+    recompute_activations: bool = False
+    """Compute each draft step once more in backward instead of keeping what it computed: a third
+    more work, and the memory of one step instead of ``ttt_steps``. The numbers are the same."""
 
     no_states_baseline: bool = False
     """Also train the same drafter with its auxiliary states zeroed, to measure what they give."""
