@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from drafter import approval, source_files
+from drafter import approval, source_files, start_files
 from drafter.errors import DataError, RecipeError
 from drafter.files import digest, file_record, read_json, read_section
 from drafter.identity import (
@@ -164,7 +164,8 @@ def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> di
                 name: digest(_states(_finished(workspace.hidden_states(name).manifest, "extract")))
                 for name in recipe.dataset_names
             },
-            "train": recipe.train.model_dump(mode="json", exclude={"checkpoint_every_steps"}),
+            "train": recipe.train.rules(),
+            **start_files.identity(recipe.train.start_from),
         }
     run = workspace.drafter(run_name(workspace, recipe))
     trained = digest(_finished(run.manifest, "train")["inputs"])

@@ -70,9 +70,16 @@ class Extract(Section):
         return self.model_dump(mode="json", exclude=_EXTRACT_WHERE)
 
 
+_DRAFT_VOCAB_SIZE = 32_000
+
+
 class Train(Section):
+    start_from: str | None = Field(default=None, min_length=1)
+    """Directory *on the GPU host* of an EAGLE-3 drafter to train further, as SGLang, SafeAILab,
+    SpecForge or speculators write it; by default a new one is trained."""
+
     steps: int = Field(default=20_000, ge=0)
-    """Optimiser steps. 0 exports the untrained drafter."""
+    """Optimiser steps. 0 exports the untrained drafter, or the one of start_from."""
 
     batch_tokens: int = Field(default=8192, ge=2)
     """Packed tokens per step."""
@@ -89,11 +96,12 @@ class Train(Section):
     clip_norm: float = Field(default=0.5, gt=0)
     seed: int = Field(default=0, ge=0)
 
-    draft_vocab_size: int = Field(default=32_000, ge=1)
-    """Most frequent response tokens that the drafter can propose; capped at the target's size."""
+    draft_vocab_size: int | None = Field(default=None, ge=1)
+    """Most frequent response tokens that the drafter can propose, capped at the target's size;
+    default: that of start_from, or 32 000."""
 
     intermediate_size: int | None = Field(default=None, ge=1)
-    """Of the drafter's MLP; default: the target's dense one."""
+    """Of the drafter's MLP; default: that of start_from, or the target's dense one."""
 
     held_out_share: float = Field(default=0.02, gt=0, lt=1)
     """Of sample ids, by hash: never trained on, used to evaluate."""
@@ -102,6 +110,18 @@ class Train(Section):
 
     no_states_baseline: bool = False
     """Also train the same drafter with its auxiliary states zeroed, to measure what they give."""
+
+    @property
+    def new_draft_vocab_size(self) -> int:
+        """Of a drafter that nothing is started from."""
+        return self.draft_vocab_size or _DRAFT_VOCAB_SIZE
+
+    def rules(self) -> dict[str, Any]:
+        """What the trained weights depend on; the start counts by its content, not by its path."""
+        rules = self.model_dump(mode="json", exclude={"checkpoint_every_steps", "start_from"})
+        if self.start_from is None:
+            rules["draft_vocab_size"] = self.new_draft_vocab_size
+        return rules
 
 
 class Evaluate(Section):
