@@ -59,8 +59,7 @@ def run(job: Job) -> None:
     name = dtype_name(target)
     drafter = checkpoint.load_drafter(run_.checkpoint(recipe.train.steps), head)
     drafter = drafter.to(DTYPES[name]).float()
-    shortest = sorted(rows.held_out or rows.trained, key=lambda entry: entry.prompt_tokens)
-    sample = [entry.read() for entry in shortest[:_CHECKED_ROWS]]
+    sample = sorted(rows.witnesses, key=lambda row: row.prompt_tokens)[:_CHECKED_ROWS]
     evaluations = {d: read_json(run_.evaluation(d)) for d in recipe.dataset_names}
     lengths = replay.overall(list(evaluations.values()))
     configs = {

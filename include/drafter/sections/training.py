@@ -11,6 +11,9 @@ from drafter.sections.section import EnvironmentName, Section
 _EXTRACT_WHERE = {"urls", "api_key_env", "timeout_s", "jobs", "forecast_tflops"}
 """Who makes the states, how fast and how many at once: it decides nothing about them."""
 
+_TRAIN_HOW = {"start_from", "checkpoint_every_steps", "spool_shards", "spool_patience_s"}
+"""How often training saves, and how its states reach it: none decides a weight."""
+
 
 class Extract(Section):
     """How the target's hidden states are made, and when they are believed."""
@@ -111,14 +114,25 @@ class Train(Section):
     no_states_baseline: bool = False
     """Also train the same drafter with its auxiliary states zeroed, to measure what they give."""
 
+    spool_shards: int | None = Field(default=None, ge=2)
+    """None: train from what the extract DAG stored. A number N: no states are stored; the train DAG
+    makes them beside training, every epoch anew, at most N shards of ``extract.shard_tokens`` ahead
+    of it, and deletes what has been trained on. The disk holds N + 1 shards, whatever the number of
+    tokens: all states of a large target do not fit (57 KB per token for Kimi-K2.5, 4.6 TB for 80
+    million). Each epoch costs a pass of the target. Two at least: one in use, one being made."""
+
+    spool_patience_s: float = Field(default=1800, gt=0)
+    """The two jobs of a spool wait for each other; when one has been gone for so long, the other
+    ends as busy, to be retried: longer than a retry takes (15 minutes) and a target loads."""
+
     @property
     def new_draft_vocab_size(self) -> int:
         """Of a drafter that nothing is started from."""
         return self.draft_vocab_size or _DRAFT_VOCAB_SIZE
 
     def rules(self) -> dict[str, Any]:
-        """What the trained weights depend on; the start counts by its content, not by its path."""
-        rules = self.model_dump(mode="json", exclude={"checkpoint_every_steps", "start_from"})
+        """What the trained drafter depends on; a start counts by its content, not by its path."""
+        rules = self.model_dump(mode="json", exclude=_TRAIN_HOW)
         if self.start_from is None:
             rules["draft_vocab_size"] = self.new_draft_vocab_size
         return rules
