@@ -73,18 +73,27 @@ def extract(job: Job, open_backend: OpenBackend) -> None:
         maker = ShardMaker(work.task, index, open_backend, progress.advance)
         for i in sorted(set(range(len(shards))) - set(kept)):
             path = work.hidden.shard(i)
-            shard = maker.make(i, shards[i])
-            files[path.name] = write_shard(path, shard)
-            kept[i] = shard.header.gates
-            print(
-                f"shard {i + 1} of {len(shards)}: {len(shard)} rows, {len(shard.input_ids_T):,} "
-                f"tokens, argmax share {_share([kept[i]]):.1%}",
-                flush=True,
-            )
+            files[path.name], kept[i] = _make(maker, path, i, shards)
         rate = progress.tokens_per_second()
     section = _section(work, index, [kept[i] for i in range(len(shards))], files)
     changed = write_section(work.hidden.manifest, "extract", section)
     _finish(job, section, changed=changed, rate=rate)
+
+
+def _make(
+    maker: ShardMaker, path: Path, number: int, shards: Sequence[Sequence[int]]
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Write one shard; its file record and what the gates measured. Its states end here: memory
+    does not hold them while the next ones are made."""
+    shard = maker.make(number, shards[number])
+    record = write_shard(path, shard)
+    measured = shard.header.gates
+    print(
+        f"shard {number + 1} of {len(shards)}: {len(shard)} rows, {len(shard.input_ids_T):,} "
+        f"tokens, argmax share {_share([measured]):.1%}",
+        flush=True,
+    )
+    return record, measured
 
 
 @dataclass(frozen=True)
