@@ -15,7 +15,6 @@ from drafter import corpus, plan, spool_plan, spool_store
 from drafter.corpus import Corpus
 from drafter.entries import Entry, Stored
 from drafter.errors import DataError
-from drafter.files import locked
 from drafter.job import Job
 from drafter.sections import Train
 from drafter.shards import Row
@@ -76,17 +75,20 @@ class SpooledBatches:
 def opened(job: Job) -> Iterator[tuple[Corpus[Entry], Batches]]:
     """Rows and batches of a training; a spool knows that it trains for as long as this is open.
 
-    Raises DataError when data is missing or damaged, Busy when nobody fills the spool.
+    Raises DataError when data is missing or damaged, Busy when nobody fills the spool, and what
+    ended its extraction for good. What ends training for good while this is open, its extraction
+    hears.
     """
     recipe, workspace = job.recipe, job.workspace
-    corpus.verify(workspace, recipe)
     if not recipe.spools:
+        corpus.verify(workspace, recipe)
         spool_store.remove_idle(workspace)
         stored = corpus.stored(workspace, recipe)
         yield stored, StoredBatches(stored.trained, recipe.train)
         return
     store = spool_store.of(workspace, recipe)
-    with locked(store.spool.trainer, wait=True):
+    with store.training():
+        corpus.verify(workspace, recipe)
         split = corpus.tokenized(workspace, recipe)
         planned = spool_plan.plan_spool(split, recipe)
         witness = workspace.drafter(plan.run_name(workspace, recipe)).witness

@@ -24,7 +24,7 @@ from drafter import gates, plan, states
 from drafter.backends import OpenBackend, opener
 from drafter.errors import DataError
 from drafter.files import file_record, read_section, write_section
-from drafter.forecast import duration, tokens_per_s
+from drafter.forecast import hours_for
 from drafter.job import Job
 from drafter.layout import HiddenStates
 from drafter.shard_maker import ShardMaker, Task
@@ -166,11 +166,11 @@ def _forecast(job: Job, work: _Work, index: RowIndex, num_shards: int, num_kept:
     present = sum(path.stat().st_size for path in work.hidden.root.glob("*shard-*"))
     free = shutil.disk_usage(work.hidden.root).free
     needed = check_room(job.dataset, index.lengths, num_shards, footprint, free + present)
-    hours = sum(index.lengths) / tokens_per_s(job.workspace, job.recipe) / 3600
+    _, hours = hours_for(sum(index.lengths), job.workspace, job.recipe)
     print(
         f"{job.dataset}: {len(index.lengths):,} rows, {sum(index.lengths):,} tokens, {num_shards} "
-        f"shards of {gib(needed)} in all, {num_kept} of them kept; {gib(free)} free; about "
-        f"{duration(hours)} for all; "
+        f"shards of {gib(needed)} in all, {num_kept} of them kept; {gib(free)} free; "
+        f"{hours} for all; "
         f"{index.left_out:,} rows left out, {TOO_LONG} {work.task.settings.max_length}",
         flush=True,
     )

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from drafter import approval, source_files, start_files
+from drafter import approval, imported, source_files, start_files
 from drafter.errors import DataError, RecipeError
 from drafter.files import count_lines, digest, file_record, read_json, read_section
 from drafter.identity import (
@@ -38,6 +38,9 @@ Action = Literal[
 ]
 """``pilot``: rows of one are missing; ``approve``: they wait for a person's approval."""
 
+MISSING_BYTES = "missing_bytes"
+"""Among the counts of a plan that is refused because the disk, which all share, lacks room."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -48,6 +51,8 @@ class Plan:
     action: Action
     reason: str
     counts: dict[str, Any]
+    exit_code: int = 0
+    """Of the error that a start would end with, where that is known: of "refuse"."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,11 +73,12 @@ def decide(
     counts = section["counts"] if section else {}
 
     def plan(action: Action, reason: str) -> Plan:
-        if phase == "extract" and recipe.spools and action != "done":
+        if phase == "extract" and recipe.spools:
             reason += "; not needed, the recipe spools: the train DAG makes its states itself"
-        return Plan(phase, dataset, action, reason, counts)
+        exit_code = DataError.exit_code if action == "refuse" else 0
+        return Plan(phase, dataset, action, reason, counts, exit_code)
 
-    if phase == "extract" and section is not None and "imported" in section["inputs"]:
+    if phase == "extract" and imported.is_so(section):
         return plan(*_imported(dataset, section, workspace, recipe))
     prepared = workspace.prepared(dataset)
     archived = bool(run_id) and prepared.archive(run_id).exists()
@@ -83,7 +89,8 @@ def decide(
     try:
         wanted = inputs(phase, dataset, workspace, recipe)
     except DataError as error:
-        return plan("wait", str(error))
+        instead = _instead_of_rows(dataset, workspace, recipe) if phase == "validate" else None
+        return plan(*(instead or ("wait", str(error))))
     if phase == "generate":
         stored = count_lines(prepared.responses)
         shortfall = None
@@ -274,23 +281,21 @@ def changed_files(phase: str, dataset: str, workspace: Workspace, recipe: Recipe
 
 def _imported(
     dataset: str, section: dict[str, Any], workspace: Workspace, recipe: Recipe
-) -> tuple[Action, str]:
-    """States of another system are done as long as they are whole and of the recipe's target:
-    extraction could not make them again, so it never replaces them."""
-    root = workspace.hidden_states(dataset).root
-    origin = f"imported from {section['inputs']['imported']}"
-    identity = section["identity"]
-    found = [identity["target"], identity["revision"]]
-    wanted = [recipe.target.path, recipe.target.revision]
+) -> tuple[imported.Verdict, str]:
     spoilt = changed_files("extract", dataset, workspace, recipe)
-    if found == wanted and not spoilt:
-        return "done", f"{origin}, not extracted"
-    fault = (
-        f"missing or changed: {', '.join(spoilt)}"
-        if spoilt
-        else f"of revision {found[1]} of {found[0]}, the recipe says {wanted[1]} of {wanted[0]}"
-    )
-    return "refuse", f"{origin}, {fault}: import it again, or move {root} away and extract"
+    return imported.judge(section, spoilt, workspace.hidden_states(dataset), recipe)
+
+
+def _instead_of_rows(
+    dataset: str, workspace: Workspace, recipe: Recipe
+) -> tuple[Action, str] | None:
+    """Of validate, for a dataset without rows whose states another system made; None for others."""
+    section = read_phase("extract", dataset, workspace, recipe)
+    rows = workspace.prepared(dataset).responses
+    if recipe.spools or rows.exists() or not imported.is_so(section):
+        return None
+    verdict, reason = _imported(dataset, section, workspace, recipe)
+    return ("done", imported.NO_ROWS) if verdict == "done" else ("wait", reason)
 
 
 def _shortfall(
