@@ -161,6 +161,10 @@ class DrafterRun:
     def export(self, engine: str) -> Path:
         return self.root / "export" / engine
 
+    @property
+    def served(self) -> Path:
+        return self.root / "served.json"
+
 
 @dataclass(frozen=True)
 class JobDir:
