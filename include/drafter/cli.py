@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from drafter.commands import engine, jobs, pilot, planning, responses, state
+from drafter.commands import engine, interchange, jobs, pilot, planning, responses, state
 from drafter.errors import RecipeError
 
-GROUPS = (jobs, planning, state, responses, pilot, engine)
+GROUPS = (jobs, planning, state, responses, pilot, engine, interchange)
 
 
 def main(argv: list[str]) -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from drafter.kinds import Kind
-from drafter.rows import IdArray
 
 Verdict = Literal["accepted", "flagged", "rejected"]
 """A flagged row is accepted."""
@@ -76,9 +75,8 @@ class Outcome(NamedTuple):
 
 
 class Collector(Protocol):
-    def add(self, facts: Facts, output_ids: IdArray | None) -> None:
-        """Called once per line, in file order. ``output_ids`` is valid during the call only, None
-        for what is no valid row."""
+    def add(self, facts: Facts) -> None:
+        """Called once per line, in file order."""
 
     def finish(self, outcome: Outcome) -> Iterable[Path]:
         """Called once all rows are written and before a breach fails the phase; gives the files
@@ -88,7 +86,7 @@ class Collector(Protocol):
 class Nobody:
     """Collects nothing."""
 
-    def add(self, facts: Facts, output_ids: IdArray | None) -> None:
+    def add(self, facts: Facts) -> None:
         pass
 
     def finish(self, _outcome: Outcome) -> Iterable[Path]:

@@ -10,7 +10,7 @@ from drafter.facts import Facts, Verdict
 from drafter.jsonl import Line
 from drafter.kinds import HARDNESS, KINDS, Kind, fault_of
 from drafter.repetition import longest_loop
-from drafter.rows import Family, IdArray, Marked, read_row
+from drafter.rows import Family, Marked, read_row
 from drafter.sections import Validate
 from drafter.spelled import Spelled
 from drafter.structure import Remark, Shape
@@ -28,9 +28,6 @@ _CLOSED: frozenset[Kind] = frozenset({"closed", "empty thinking", "thinking alth
 
 class Judged(NamedTuple):
     facts: Facts
-
-    ids: IdArray | None
-    """None for what is no valid row."""
 
     tokenized: bytes | None
     """Its line of tokenized_data.jsonl; None when it is rejected."""
@@ -63,15 +60,15 @@ class Gate:
         if isinstance(valid, str):
             kinds = (fault_of(valid),)
             facts = Facts(line.number, line.offset, sample_id, "rejected", kinds, valid)
-            return Judged(facts, None, None)
+            return Judged(facts, None)
         marked, prompt, output = valid
         facts = self._facts(line, marked)
         if facts.verdict == "rejected":
-            return Judged(facts, marked.ids, None)
+            return Judged(facts, None)
         row = line.value
         self._accepted.add(row["sample_id"])
         tokenized = encoded(row["sample_id"], prompt, output, row["prompt_tokens"])
-        return Judged(facts, marked.ids, tokenized)
+        return Judged(facts, tokenized)
 
     def _valid(self, line: Line, sample_id: str | None) -> tuple[Marked, bytes, bytes] | str:
         """(ids, prompt as text, output as text), or why the row is no valid one."""

@@ -19,7 +19,7 @@ STANDARD_LIBRARY_ONLY = {
     "errors", "layout", "files", "kinds", "status", "supervisor", "processes", "jobs", "code",
     "terminal",
 }  # fmt: skip
-PHASES = {"prepare", "generate", "validate", "extract", "train", "evaluate", "export"}
+PHASES = {"prepare", "generate", "validate", "extract", "spool", "train", "evaluate", "export"}
 
 
 def imported(path: Path) -> set[str]:

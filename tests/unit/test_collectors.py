@@ -11,7 +11,6 @@ from unit.test_validate import LENIENT, check, row, say_origin
 from drafter import plan, validate
 from drafter.errors import DataError
 from drafter.facts import Facts, Outcome
-from drafter.rows import IdArray
 
 
 class Listener:
@@ -19,13 +18,11 @@ class Listener:
 
     def __init__(self) -> None:
         self.facts: list[Facts] = []
-        self.ids: list[list[int] | None] = []
         self.outcome: Outcome | None = None
         self.path: Path | None = None
 
-    def add(self, facts: Facts, output_ids: IdArray | None) -> None:
+    def add(self, facts: Facts) -> None:
         self.facts.append(facts)
-        self.ids.append(None if output_ids is None else output_ids.tolist())
 
     def finish(self, outcome: Outcome) -> list[Path]:
         self.outcome = outcome
@@ -49,7 +46,6 @@ def test_whoever_listens_hears_of_every_line_and_of_the_end_before_it_fails(
         (2, "rejected"),
         (3, "rejected"),
     ]
-    assert heard.ids == [row(0)["output_ids"], [TEXT, STOP], None]
     assert heard.facts[1].offset == len(site.prepared.responses.read_text().splitlines()[0]) + 1
     assert heard.outcome is not None and heard.outcome.counts["by_kind"] == {
         "closed": 1,
@@ -82,7 +78,7 @@ class Meddler(Listener):
         super().__init__()
         self._responses = responses
 
-    def add(self, facts: Facts, _output_ids: IdArray | None) -> None:
+    def add(self, facts: Facts) -> None:
         if facts.number == 1:
             with open(self._responses, "ab") as file:
                 file.write(self._responses.read_bytes().splitlines(keepends=True)[0])

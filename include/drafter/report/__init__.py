@@ -24,7 +24,7 @@ from drafter.report.overview import Entry, overview
 from drafter.report.page import dataset_page
 from drafter.report.reading import Audited
 from drafter.report.tables import lines, summary
-from drafter.rows import Family, IdArray
+from drafter.rows import Family
 from drafter.show import Reader, view
 
 
@@ -37,7 +37,7 @@ class Report:
         self._reader = Reader(tokenizer, family, job.recipe.target)
         self._facts: list[Facts] = []
 
-    def add(self, facts: Facts, output_ids: IdArray | None) -> None:  # noqa: ARG002
+    def add(self, facts: Facts) -> None:
         self._facts.append(facts)
 
     def finish(self, outcome: Outcome) -> Iterable[Path]:
