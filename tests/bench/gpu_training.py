@@ -17,9 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from engines.peer import shard_of
 
-from drafter.corpus import Entry
 from drafter.model import Drafter, Shape
 from drafter.sections import Train
 from drafter.shards import Row
@@ -92,7 +90,7 @@ def measure(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     drafter, head = _random(shape, device)
     batch = _batch(shape, rows, row_tokens)
-    trainer = Trainer(options, batch, head)
+    trainer = Trainer(options, head)
     optimizer = torch.optim.AdamW(drafter.parameters(), weight_decay=0.0, fused=True)
     judge_DH = head.lm_head[drafter.draft_ids]
     seconds: list[float] = []
@@ -136,9 +134,9 @@ def _random(shape: Shape, device: str) -> tuple[Drafter, TargetHead]:
         return Drafter(shape, head, d2t, t2d), head
 
 
-def _batch(shape: Shape, rows: int, row_tokens: int) -> list[Entry]:
+def _batch(shape: Shape, rows: int, row_tokens: int) -> list[Row]:
     aux_layers, hidden = len(shape.aux_layers), shape.hidden_size
-    made = [
+    return [
         Row(
             sample_id=f"B1-{number}",
             input_ids_T=torch.randint(0, shape.vocab_size, (row_tokens,)),
@@ -147,11 +145,6 @@ def _batch(shape: Shape, rows: int, row_tokens: int) -> list[Entry]:
             final_TD=torch.randn(row_tokens, hidden).bfloat16(),
         )
         for number in range(rows)
-    ]
-    shard = shard_of(made)
-    return [
-        Entry(row.sample_id, shard, number, row_tokens, PROMPT_TOKENS)
-        for number, row in enumerate(made)
     ]
 
 

@@ -22,10 +22,9 @@ from statistics import median
 
 import torch
 from bench.measure import Result
-from engines.peer import Peer, shard_of, speculators, write_export, write_rows
+from engines.peer import Peer, speculators, write_export, write_rows
 from safetensors.torch import save_file
 
-from drafter.corpus import Entry
 from drafter.model import Drafter, new_drafter, shape_for
 from drafter.sections import Train
 from drafter.shards import Row
@@ -98,13 +97,9 @@ class Ours:
         torch.set_num_threads(THREADS)
         options = Train(ttt_steps=ttt_steps, step_decay=1.0, learning_rate=RATE)
         head, self.drafter = _head(), _drafter()
-        self.trainer = Trainer(options, [], head)
+        self.trainer = Trainer(options, head)
         self.judge_DH = head.lm_head[self.drafter.draft_ids]
-        shard = shard_of(rows)
-        self.batch = [
-            Entry(row.sample_id, shard, number, len(row.input_ids_T), row.prompt_tokens)
-            for number, row in enumerate(rows)
-        ]
+        self.batch = rows
         self.optimizer = torch.optim.AdamW(self.drafter.parameters(), weight_decay=0.0, fused=True)
         self.step = 0
 

@@ -18,13 +18,12 @@ import orjson
 import torch
 from bench.measure import Result
 from engines import reference
-from engines.peer import Peer, read_checkpoint, shard_of, speculators, write_export, write_rows
+from engines.peer import Peer, speculators, write_export, write_rows
 
 from demo.make_prompts import PROMPTS
 from demo.make_target import TARGET
-from drafter import corpus, template, vocabulary
+from drafter import corpus, starting_point, template, vocabulary
 from drafter.backends.transformers import TransformersBackend
-from drafter.corpus import Entry
 from drafter.model import Drafter, new_drafter, shape_for
 from drafter.replay import replay
 from drafter.sections import Train
@@ -66,7 +65,7 @@ def quality() -> Result:
             batches = list(islice(order, options.steps))
             directory = write_export(Path(home) / f"{seed}", drafter, TARGET)
             _train_theirs(peer, directory, path, options, batches)
-            other = read_checkpoint(directory / "trained", drafter.shape, head)
+            other = starting_point.read(directory / "trained", text_config(TARGET), head)
             _train_ours(drafter, trained, head, options, batches)
             ours.append(_acceptance_length(drafter, held_out))
             theirs.append(_acceptance_length(other, held_out))
@@ -79,16 +78,11 @@ def quality() -> Result:
 def _train_ours(
     drafter: Drafter, rows: list[Row], head: TargetHead, options: Train, batches: list[list[int]]
 ) -> None:
-    shard = shard_of(rows)
-    entries = [
-        Entry(row.sample_id, shard, number, len(row.input_ids_T), row.prompt_tokens)
-        for number, row in enumerate(rows)
-    ]
-    trainer = Trainer(options, entries, head)
+    trainer = Trainer(options, head)
     optimizer = torch.optim.AdamW(drafter.parameters(), weight_decay=0.0, fused=True)
     judge_DH = head.lm_head[drafter.draft_ids]
     for step, batch in enumerate(batches, start=1):
-        trainer.step(step, [entries[number] for number in batch], drafter, optimizer, judge_DH)
+        trainer.step(step, [rows[number] for number in batch], drafter, optimizer, judge_DH)
 
 
 def _train_theirs(

@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
-from drafter import vocabulary
 from drafter.export import vllm_config, write_weights
 from drafter.files import write_json
-from drafter.model import Drafter, Shape
+from drafter.model import Drafter
 from drafter.recipe import parse_recipe
 from drafter.shards import Row, Shard, ShardHeader, write_shard
-from drafter.target_head import TargetHead
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".demo" / "engines" / "speculators" / "bin" / "python"
@@ -93,19 +90,6 @@ def write_export(directory: Path, drafter: Drafter, target: Path) -> Path:
     write_json(directory / "config.json", config)
     write_weights(directory, "vllm", drafter, torch.float32)
     return directory
-
-
-def read_checkpoint(directory: Path, shape: Shape, head: TargetHead) -> Drafter:
-    """The drafter of a checkpoint that speculators saved; its copy of the embedding is dropped."""
-    tensors = {
-        name.replace("layers.0.", "midlayer."): tensor
-        for name, tensor in load_file(directory / "model.safetensors").items()
-        if name != "embed_tokens.weight"
-    }
-    vocabulary.check(tensors["d2t"], tensors["t2d"], str(directory))
-    drafter = Drafter(shape, head, tensors["d2t"], tensors["t2d"])
-    drafter.load_state_dict(tensors)
-    return drafter
 
 
 def shard_of(rows: Sequence[Row]) -> Shard:

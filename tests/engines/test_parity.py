@@ -28,12 +28,12 @@ from typing import Any
 
 import pytest
 import torch
-from engines.peer import Peer, read_checkpoint, speculators, write_export, write_rows
-from safetensors.torch import load_file, save_file
+from engines.peer import Peer, speculators, write_export, write_rows
+from safetensors.torch import load_file
 from torch import Tensor
 from unit.random_targets import AUX_LAYERS, VOCAB, one_thread, save_target
 
-from drafter import serving
+from drafter import starting_point
 from drafter.alignment import Batch, align
 from drafter.loss import Judge, soft_cross_entropy
 from drafter.model import Drafter, new_drafter, shape_for
@@ -222,29 +222,11 @@ def test_each_reads_the_others_checkpoint(
     output = tmp_path / "judged.safetensors"
     peer.ask("judge", batch=0, ttt_steps=3, decay=DECAY, output=str(output), ours=True)
 
-    read = read_checkpoint(saved, drafter.shape, head)
+    read = starting_point.read(saved, text_config(target), head)
+    assert read.shape == drafter.shape and torch.equal(read.draft_ids, drafter.draft_ids)
     assert distance(read.fc.weight, drafter.fc.weight) > 1e-3
     batch = align(rows)
     for step, state in enumerate(read.train_states(batch, 3)):
         judged = batch.left_Q > step
         expected = load_file(output)[f"logits.{step}"][slots(rows)][judged]
         assert distance(read.lm_head(state)[judged], expected) < 1e-5
-
-    # They also save the target's embedding, which an export leaves to the engine.
-    weights = load_file(saved / "model.safetensors")
-    assert torch.equal(weights.pop("embed_tokens.weight"), head.embed)
-    save_file(weights, saved / "model.safetensors")
-    served = serving.read(saved, "vllm")
-    assert tuple(served.aux_layers) == AUX_LAYERS
-    assert torch.equal(served.draft_ids, drafter.draft_ids)
-    first = rows[0]
-    read_tokens = first.prompt_tokens + 1
-    drafted = serving.draft(
-        served,
-        first.input_ids_T[:read_tokens],
-        first.aux_TAD[: read_tokens - 1],
-        head.embed,
-        steps=1,
-    )
-    expected = load_file(output)["logits.0"][slots(rows)][0]
-    assert distance(drafted[0], expected) < 1e-5
