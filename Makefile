@@ -2,7 +2,8 @@
 # make up     the same stack, left running at http://localhost:8080      make down   stops it
 # make demo ENGINE=sglang   the same on a real SGLang, on the CPU
 # make test   everything but the long forms
-# make test-engines  generation on a real SGLang and a real vLLM, both on the CPU
+# make test-engines  generation on a real SGLang and a real vLLM, states to and from speculators,
+#                    all on the CPU
 # make test-airflow  the long forms: pause, engine, alerts and pilot over a whole Airflow
 # make lint   ruff and mypy
 # make kill-matrix   every way to end a job, on every kind of job, as a table
@@ -63,13 +64,14 @@ test: setup chromium lint
 	.venv/bin/python -m pytest -n 2 --dist loadfile tests/unit
 	.venv/bin/python -m pytest tests/integration
 
-# Real engines on the CPU, each in an environment of its own; installed, it returns at once.
-.PHONY: sglang vllm test-engines
-sglang vllm:
+# Real engines, and a public trainer, on the CPU, each in an environment of its own; installed, it
+# returns at once.
+.PHONY: sglang vllm speculators test-engines
+sglang vllm speculators:
 	@PYTHON=$(PYTHON) tests/engines/$@_cpu.sh setup .demo/engines/$@
 
 test-engines: .venv/.ready
-	@$(MAKE) --no-print-directory --jobs=2 sglang vllm
+	@$(MAKE) --no-print-directory --jobs=2 sglang vllm speculators
 	.venv/bin/python -m pytest tests/engines
 
 .PHONY: test-airflow

@@ -4,6 +4,9 @@ Starts when every dataset of the recipe is validated, so that the big model neve
 generates. For each dataset a sensor checks the **schema** (the validated manifest still matches the
 files, byte for byte), then the target runs over every row and its EAGLE-3 features are stored in
 shards. When every dataset is extracted, the join emits the asset `extracted`.
+
+Where the recipe spools (`[train] spool_shards`) nothing starts this DAG but a person or its cron:
+the train DAG makes its states itself and stores none.
 """
 
 from __future__ import annotations
@@ -21,7 +24,11 @@ RECIPE = deployed_recipe()
 
 with DAG(
     dag_id="extract",
-    schedule=schedule(RECIPE, RECIPE.schedule.extract, joined_asset(RECIPE, "validated")),
+    schedule=schedule(
+        RECIPE,
+        RECIPE.schedule.extract,
+        assets=None if RECIPE.spools else joined_asset(RECIPE, "validated"),
+    ),
     start_date=START,
     catchup=False,
     max_active_runs=1,

@@ -2,7 +2,13 @@
 
 Starts once per new set of extracted states. One training job over all datasets, then the drafter is
 **evaluated** per dataset (acceptance length by replay, beside an n-gram table and a drafter without
-states) and exported for SGLang and vLLM.
+states) and exported for SGLang and vLLM. Where the recipe names servers that use the export
+(`[evaluate.served]`) it is measured there too.
+
+Where the recipe spools (`[train] spool_shards`) it starts when every dataset is **validated**, and
+`spool` runs beside `train`: it makes the states a few shards ahead of training, every epoch anew,
+and deletes what has been trained on. Either can fail, be cleared or be killed while the other waits
+for it.
 """
 
 from __future__ import annotations
@@ -11,7 +17,14 @@ from airflow.sdk import DAG
 
 from drafter.recipe import deployed_recipe
 from gpu_host.commands import DeployOperator, HostCommandOperator
-from gpu_host.dag_options import DEFAULTS, START, joined_asset, plan_params, schedule
+from gpu_host.dag_options import (
+    DEFAULTS,
+    START,
+    joined_asset,
+    plan_params,
+    schedule,
+    states_asset,
+)
 from gpu_host.engine import RETRIES, StartEngineOperator, StopEngineOperator
 from gpu_host.operators import PhaseOperator
 from gpu_host.planning import PlanOperator
@@ -20,7 +33,7 @@ RECIPE = deployed_recipe()
 
 with DAG(
     dag_id="train",
-    schedule=schedule(RECIPE, RECIPE.schedule.train, joined_asset(RECIPE, "extracted")),
+    schedule=schedule(RECIPE, RECIPE.schedule.train, states_asset(RECIPE)),
     start_date=START,
     catchup=False,
     max_active_runs=1,
@@ -54,6 +67,15 @@ with DAG(
         asset=joined_asset(RECIPE, "drafter"),
     )
     deploy >> doctor >> plan >> train >> datasets >> evaluate >> export
+    if RECIPE.spools:
+        spool = PhaseOperator.partial(
+            task_id="spool", recipe=RECIPE, code=deploy.output, phase="spool"
+        ).expand(dataset=plan.output)
+        plan >> spool >> datasets
+    if RECIPE.evaluate.served is not None:
+        export >> PhaseOperator(
+            task_id="served", recipe=RECIPE, code=deploy.output, phase="served", dataset="all"
+        )
     if RECIPE.engine.start is not None:
         engine = StartEngineOperator(
             task_id="start_engine",

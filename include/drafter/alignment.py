@@ -65,7 +65,7 @@ class Batch:
     next_Q: Tensor
     """int64: token that follows what step 0 of each start reads. Step 1 reads it."""
     final_QH: Tensor
-    """Target state, before the last norm, that judges step 0 of each start."""
+    """Target state, as stored, that judges step 0 of each start."""
     left_Q: Tensor
     """int64: starts from here to the end of the row; step i is supervised where left > i."""
     spans: tuple[Span, ...]

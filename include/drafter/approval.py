@@ -12,11 +12,14 @@ restart drops the section with the rows. The caller holds the dataset's lock. St
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drafter.errors import DataError
-from drafter.files import read_section, write_section
-from drafter.layout import Prepared
+from drafter.files import count_lines, read_section, write_section
+from drafter.layout import Prepared, Workspace
+
+if TYPE_CHECKING:
+    from drafter.recipe import Recipe
 
 SECTION = "pilot"
 
@@ -101,3 +104,22 @@ def give(
 def take_back(prepared: Prepared, num_stored: int) -> None:
     """Whatever made the rows is not trusted any more: the next pilot is of rows yet to come."""
     write_section(prepared.manifest, SECTION, {"first": num_stored, "approval": None})
+
+
+def pending_of(
+    dataset: str, workspace: Workspace, recipe: Recipe, identity: dict[str, Any]
+) -> Pending | None:
+    """The pilot that a person has to approve before the rest is generated; None when the recipe
+    asks for none, or it is approved for ``identity``."""
+    if recipe.pilot is None:
+        return None
+    prepared = workspace.prepared(dataset)
+    num_prompts = count_lines(prepared.prompt_ids)
+    max_samples = recipe.dataset(dataset).max_samples
+    return pending(
+        prepared,
+        identity,
+        recipe.pilot.rows,
+        num_stored=count_lines(prepared.responses),
+        num_prompts=num_prompts if max_samples is None else min(num_prompts, max_samples),
+    )

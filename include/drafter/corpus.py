@@ -1,4 +1,7 @@
-"""The rows that a drafter learns from: all datasets' shards as one list, split, ordered and packed.
+"""The rows that a drafter learns from: of all datasets, as one list, split, ordered and packed.
+
+They lie in the shards that extract stored or, where the recipe spools, in the tokenized files: the
+same rows either way, in the same order, so that both train on the same batches.
 
 Which row is held out depends on its sample id alone, so it stays held out over every extraction,
 dataset order and seed. Which rows make batch n of an epoch depends on the seed and the epoch alone,
@@ -8,54 +11,59 @@ so a resumed training meets the batches it would have met.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
+from drafter import plan, states
 from drafter.alignment import num_starts
+from drafter.entries import Entry, Stored, Tokenized, stored_entries
 from drafter.errors import DataError
 from drafter.files import file_record, read_section
-from drafter.layout import Workspace
+from drafter.layout import ALL, Workspace
 from drafter.recipe import Recipe
-from drafter.shards import Row, Shard, read_shard, shard_paths
+from drafter.shard_plan import index_rows
+from drafter.shards import Row, read_shard, shard_paths
 from drafter.target_head import TargetHead, load_head
 
-_HEAD_ROWS, _HEAD_TOKENS = 64, 16
-"""Rows of the corpus, and tokens of each, on which head and states are compared."""
+TOO_SHORT, TOO_LONG = "response too short", "longer than extract.max_length"
+
+_HEAD_ROWS, _HEAD_TOKENS = 64, 1024
+"""Rows of the corpus, and tokens of all of them, on which head and states are compared."""
 
 _HEAD_SLACK = 0.1
 """A thousand tokens of a share of 0.5 lie within 0.05; other weights miss by far more."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Where one row lies, and how long it is."""
-
-    sample_id: str
-    shard: Shard
-    """Mapped from its file: a row costs memory while it is used."""
-    index: int
-    tokens: int
-    prompt_tokens: int
-
-    def read(self) -> Row:
-        return self.shard.row(self.index)
+E = TypeVar("E", bound=Entry)
+E_co = TypeVar("E_co", bound=Entry, covariant=True)
 
 
 @dataclass(frozen=True)
-class Corpus:
+class Split(Generic[E]):
+    """Rows that are trained on, rows that never are, and how many are neither, by reason."""
+
+    trained: list[E]
+    held_out: list[E]
+    left_out: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Corpus(Generic[E_co]):
     """All rows of a recipe that drafts can start in."""
 
     identity: dict[str, Any]
-    """The one that all datasets were extracted under."""
-    trained: list[Entry]
-    held_out: list[Entry]
+    """What decided the states of all of them; see drafter.states."""
+    trained: Sequence[E_co]
+    held_out: Sequence[E_co]
     left_out: dict[str, int]
     """Rows in neither, by reason."""
+    witnesses: Sequence[Row]
+    """Some rows with their states."""
     argmax_share: float
     """Of written tokens that were the target's most likely ones, as extraction measured it."""
 
@@ -66,51 +74,117 @@ def is_held_out(sample_id: str, share: float) -> bool:
     return int.from_bytes(first) < share * 2**64
 
 
-def collect(workspace: Workspace, recipe: Recipe) -> Corpus:
-    """Find every extracted row.
+def collect(workspace: Workspace, recipe: Recipe) -> Corpus[Entry]:
+    """Find every row, wherever the recipe has its states. Raises DataError as the two below."""
+    if recipe.spools:
+        return spooled(workspace, recipe, tokenized(workspace, recipe))
+    return stored(workspace, recipe)
+
+
+def stored(workspace: Workspace, recipe: Recipe) -> Corpus[Stored]:
+    """Every extracted row.
 
     Raises DataError when a dataset is not extracted, is empty, was extracted under another identity
     than the first one, or when nothing is left to train on.
     """
     sections = _sections(workspace, recipe)
     identity = _common_identity(sections)
-    trained: list[Entry] = []
-    held_out: list[Entry] = []
-    left_out: dict[str, int] = {}
+    entries: list[Stored] = []
     for dataset in recipe.dataset_names:
-        entries = [
-            entry
-            for path in shard_paths(workspace.hidden_states(dataset))
-            for entry in _entries(path)
-        ]
-        if not entries:
+        paths = shard_paths(workspace.hidden_states(dataset))
+        found = [entry for path in paths for entry in stored_entries(path)]
+        if not found:
             raise DataError(
                 f"{dataset} has no extracted rows: look at its rejected.jsonl, or take it out of "
                 "the recipe"
             )
-        for entry in entries:
-            if num_starts(entry.tokens, entry.prompt_tokens) == 0:
-                left_out["response too short"] = left_out.get("response too short", 0) + 1
-            elif is_held_out(entry.sample_id, recipe.train.held_out_share):
-                held_out.append(entry)
-            else:
-                trained.append(entry)
-    if not trained:
-        raise DataError(
-            f"no row to train on: {len(held_out)} are held out and {sum(left_out.values())} too "
-            "short; generate more, or lower train.held_out_share"
-        )
+        entries += found
+    split = _split(entries, recipe, {})
     gates = [section["gates"] for section in sections.values()]
     tokens = sum(gate["response_tokens"] for gate in gates)
     matches = sum(gate["argmax_share"] * gate["response_tokens"] for gate in gates)
-    return Corpus(identity, trained, held_out, left_out, matches / tokens)
+    stride = len(split.trained) // _HEAD_ROWS + 1
+    return Corpus(
+        identity=identity,
+        trained=split.trained,
+        held_out=split.held_out,
+        left_out=split.left_out,
+        witnesses=[entry.read() for entry in split.trained[::stride]],
+        argmax_share=matches / tokens,
+    )
+
+
+def tokenized(workspace: Workspace, recipe: Recipe) -> Split[Tokenized]:
+    """Every row that extract would make states of, without any.
+
+    Raises DataError when a dataset is not validated or is empty, or when nothing is left to train
+    on.
+    """
+    plan.inputs("spool", ALL, workspace, recipe)
+    entries: list[Tokenized] = []
+    too_long = 0
+    for dataset in recipe.dataset_names:
+        rows = index_rows(workspace.prepared(dataset).tokenized, recipe.extract.max_length)
+        if not rows.lengths:
+            raise DataError(
+                f"{dataset} has no rows within extract.max_length ({recipe.extract.max_length}): "
+                "look at its rejected.jsonl, or take it out of the recipe"
+            )
+        too_long += rows.left_out
+        for row, tokens in enumerate(rows.lengths):
+            sample = rows.sample(row)
+            entries.append(Tokenized(sample.sample_id, rows, row, tokens, sample.prompt_tokens))
+    return _split(entries, recipe, {TOO_LONG: too_long} if too_long else {})
+
+
+def spooled(workspace: Workspace, recipe: Recipe, split: Split[Tokenized]) -> Corpus[Tokenized]:
+    """``split`` with the witnesses that the spool left. Raises DataError when it left none."""
+    witness = workspace.drafter(plan.run_name(workspace, recipe)).witness
+    if not witness.exists():
+        raise DataError(f"{witness} is missing: run the train DAG, whose spool makes it")
+    shard = read_shard(witness)
+    gates = shard.header.gates
+    return Corpus(
+        identity=states.identity(recipe),
+        trained=split.trained,
+        held_out=split.held_out,
+        left_out=split.left_out,
+        witnesses=list(shard.rows()),
+        argmax_share=gates["argmax_matches"] / max(gates["response_tokens"], 1),
+    )
+
+
+def _split(entries: Iterable[E], recipe: Recipe, left_out: dict[str, int]) -> Split[E]:
+    split = Split[E]([], [], dict(left_out))
+    for entry in entries:
+        if num_starts(entry.tokens, entry.prompt_tokens) == 0:
+            split.left_out[TOO_SHORT] = split.left_out.get(TOO_SHORT, 0) + 1
+        elif is_held_out(entry.sample_id, recipe.train.held_out_share):
+            split.held_out.append(entry)
+        else:
+            split.trained.append(entry)
+    if not split.trained:
+        raise DataError(
+            f"no row to train on: {len(split.held_out)} are held out and "
+            f"{split.left_out.get(TOO_SHORT, 0)} too short; generate more, or lower "
+            "train.held_out_share"
+        )
+    return split
 
 
 def verify(workspace: Workspace, recipe: Recipe) -> None:
-    """Compare every shard with the hash that extraction left of it. Raises DataError.
+    """Compare with the hash of each: every shard that extract left, or every tokenized file where
+    the recipe spools. Raises DataError.
 
     Costs one sequential reading, about a second per GB, of what training reads every epoch.
     """
+    if recipe.spools:
+        wanted = plan.inputs("spool", ALL, workspace, recipe)["tokenized"]
+        for dataset, record in wanted.items():
+            path = workspace.prepared(dataset).tokenized
+            if not path.exists() or file_record(path) != record:
+                raise DataError(f"{path} is not as validate left it: run validate again")
+        return
     for dataset, section in _sections(workspace, recipe).items():
         root = workspace.hidden_states(dataset).root
         for name, record in section["files"].items():
@@ -121,13 +195,14 @@ def verify(workspace: Workspace, recipe: Recipe) -> None:
                 )
 
 
-def read_head(recipe: Recipe, corpus: Corpus) -> TargetHead:
-    """The target's head in float32.
+def read_head(recipe: Recipe, corpus: Corpus[Entry]) -> TargetHead:
+    """The target\'s head in float32, which reads ``final`` as the corpus holds it.
 
     Raises DataError when the states are of another revision or size, or when the head does not say
     of them what the target wrote: another model's weights under the same name.
     """
     head = load_head(Path(recipe.target.path)).to("cpu", torch.float32)
+    head = head.reading(corpus.identity["norm"])
     found = corpus.identity["revision"], corpus.identity["hidden_size"]
     needed = recipe.target.revision, head.embed.shape[1]
     if found != needed:
@@ -135,7 +210,7 @@ def read_head(recipe: Recipe, corpus: Corpus) -> TargetHead:
             f"the states are of revision {found[0]} with hidden size {found[1]}, the recipe's "
             f"target is {needed[0]} with {needed[1]}: extract them anew"
         )
-    share = _share_said(head, corpus.trained[:: len(corpus.trained) // _HEAD_ROWS + 1])
+    share = _share_said(head, corpus.witnesses)
     if share < corpus.argmax_share - _HEAD_SLACK:
         raise DataError(
             f"the target's head gives the token that was written for {share:.2f} of the states, "
@@ -145,11 +220,12 @@ def read_head(recipe: Recipe, corpus: Corpus) -> TargetHead:
     return head
 
 
-def _share_said(head: TargetHead, entries: Sequence[Entry]) -> float:
+def _share_said(head: TargetHead, rows: Sequence[Row]) -> float:
     """Share of written tokens that are the most likely ones by the states before them."""
     said = written = 0
-    for row in (entry.read() for entry in entries):
-        stride = (len(row.input_ids_T) - row.prompt_tokens) // _HEAD_TOKENS + 1
+    tokens = _HEAD_TOKENS // len(rows)
+    for row in rows:
+        stride = (len(row.input_ids_T) - row.prompt_tokens) // tokens + 1
         following = row.input_ids_T[row.prompt_tokens :: stride]
         before = row.final_TD[row.prompt_tokens - 1 : -1 : stride]
         said += int((head.logits(before.float()).argmax(-1) == following).sum())
@@ -176,17 +252,6 @@ def batches(tokens: Sequence[int], batch_tokens: int, seed: int) -> Iterator[lis
             room -= tokens[row]
         yield batch
         epoch += 1
-
-
-def _entries(path: Path) -> list[Entry]:
-    shard = read_shard(path)
-    lengths = shard.offsets_N1.diff().tolist()
-    prompts = shard.prompt_tokens_N.tolist()
-    columns = zip(shard.header.sample_ids, lengths, prompts, strict=True)
-    return [
-        Entry(sample_id, shard, index, tokens, prompt)
-        for index, (sample_id, tokens, prompt) in enumerate(columns)
-    ]
 
 
 def _sections(workspace: Workspace, recipe: Recipe) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from drafter import jsonl, plan, rewrite
 from drafter.errors import DataError, RecipeError
-from drafter.files import fsync_dir
+from drafter.files import count_lines, fsync_dir
 from drafter.layout import Prepared
 from drafter.rewrite import Event, Span
 from drafter.sessions import archive_previous
@@ -123,7 +123,7 @@ def restart(prepared: Prepared) -> Path | None:
 def count(prepared: Prepared) -> tuple[int, int, int]:
     """(answers, their tokens, failures) of a dataset."""
     everything = _select(prepared, 0, _size(prepared.responses), 0)
-    return everything.num_rows, everything.num_tokens, plan.count_lines(prepared.failed)
+    return everything.num_rows, everything.num_tokens, count_lines(prepared.failed)
 
 
 def _history(prepared: Prepared) -> tuple[list[Event], list[int]]:

@@ -22,15 +22,17 @@ from typing import Any
 
 import torch
 
-from drafter import checkpoint, corpus, greedy, held_out, ngram, plan, template
+from drafter import checkpoint, corpus, greedy, held_out, ngram, plan, starting_point, template
 from drafter.backends import Backend, OpenBackend, opener
 from drafter.files import clear_partial, read_json, write_json
 from drafter.job import Job
 from drafter.layout import DrafterRun
 from drafter.model import Drafter, new_drafter
+from drafter.recipe import Recipe
 from drafter.replay import Tally, replay
 from drafter.rows import Family
 from drafter.shards import DTYPES, Row
+from drafter.target_head import TargetHead, text_config
 
 
 def run(job: Job) -> None:
@@ -61,7 +63,7 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
         Path(recipe.target.path), DTYPES[recipe.extract.dtype], trained.shape.aux_layers
     )
     draft = recipe.evaluate.draft_tokens
-    untrained = new_drafter(trained.shape, head, trained.d2t, trained.t2d, recipe.train.seed)
+    untrained = _untrained(recipe, trained, head)
     drafters = {"untrained": _placed(untrained), "trained": _placed(trained)}
     blind = checkpoint.no_states(run_).checkpoint(recipe.train.steps)
     if blind.exists():
@@ -75,7 +77,7 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
             tallies[name] = (tallies[name] or Tally()) + counted
         asked += [(row.input_ids_T.numpy(), row.prompt_tokens) for row in rows]
         job.report(prompts=len(prompts), answers=len(answered), replayed=len(asked))
-    taught = [(e.read().input_ids_T.numpy(), e.prompt_tokens) for e in everything.trained]
+    taught = [(e.input_ids().numpy(), e.prompt_tokens) for e in everything.trained]
     tables = {order: ngram.replay(ngram.fit(taught, order), asked, draft) for order in ngram.ORDERS}
     order = max(tables, key=lambda order: (tables[order].acceptance_length or 0, -order))
     tallies["ngram"] = tables[order]
@@ -91,6 +93,14 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
         },
     }
     _finish(job, run_, result)
+
+
+def _untrained(recipe: Recipe, trained: Drafter, head: TargetHead) -> Drafter:
+    """What training began with."""
+    if recipe.train.start_from is None:
+        return new_drafter(trained.shape, head, trained.d2t, trained.t2d, recipe.train.seed)
+    target = text_config(Path(recipe.target.path))
+    return starting_point.drafter(recipe.train, target, trained.shape.aux_layers, head)
 
 
 def _batches(

@@ -20,17 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafter import gates, plan
+from drafter import gates, plan, states
 from drafter.backends import OpenBackend, opener
-from drafter.errors import DataError, RecipeError
-from drafter.files import digest, file_record, read_section, write_section
+from drafter.errors import DataError
+from drafter.files import file_record, read_section, write_section
 from drafter.forecast import duration, tokens_per_s
 from drafter.job import Job
 from drafter.layout import HiddenStates
 from drafter.shard_maker import ShardMaker, Task
 from drafter.shard_plan import Footprint, RowIndex, check_room, gib, index_rows, plan_shards
 from drafter.shards import ShardHeader, read_header, write_shard
-from drafter.target_head import text_config
 
 TOO_LONG = "longer than max_length"
 _REPORT_SECONDS = 1.0
@@ -42,9 +41,18 @@ def run(job: Job) -> None:
 
 
 def extract(job: Job, open_backend: OpenBackend) -> None:
-    """``run`` with the engine given. It is opened only when a shard is missing."""
+    """``run`` with the engine given. It is opened only when a shard is missing.
+
+    States that were imported (drafter.interchange) are left as they are: they cannot be made here.
+    """
+    section = read_section(job.workspace.hidden_states(job.dataset).manifest, "extract")
+    if section is not None and "imported" in section["inputs"]:
+        decision = plan.decide("extract", job.dataset, job.workspace, job.recipe)
+        if decision.action != "done":
+            raise DataError(f"{job.dataset}: {decision.reason}")
+        _finish(job, section, changed=False)
+        return
     work = _work(job)
-    section = read_section(work.hidden.manifest, "extract")
     if section is not None and section["inputs"] == work.inputs and _intact(work.hidden, section):
         _finish(job, section, changed=False)
         return
@@ -79,18 +87,6 @@ def extract(job: Job, open_backend: OpenBackend) -> None:
     _finish(job, section, changed=changed, rate=rate)
 
 
-def choose_aux_layers(num_layers: int, chosen: Sequence[int] | None) -> tuple[int, ...]:
-    """The recipe's layers, or [2, n//2, n-3]. RecipeError unless they are three of the target's."""
-    layers = tuple(chosen or (2, num_layers // 2, num_layers - 3))
-    if len(set(layers)) == 3 and all(0 <= layer < num_layers for layer in layers):
-        return layers
-    origin = "extract.aux_layers" if chosen else "the default [2, n//2, n-3]"
-    raise RecipeError(
-        f"{origin} gives {list(layers)} for a target of {num_layers} layers: set "
-        f"extract.aux_layers to three different ids in 0..{num_layers - 1}"
-    )
-
-
 @dataclass(frozen=True)
 class _Work:
     """One dataset's extraction as files and recipe describe it, before anything is loaded."""
@@ -107,36 +103,12 @@ def _work(job: Job) -> _Work:
     inputs = plan.inputs("extract", job.dataset, job.workspace, recipe)
     if not prepared.tokenized.exists() or file_record(prepared.tokenized) != inputs["tokenized"]:
         raise DataError(f"{prepared.tokenized} is not as validate left it: run validate again")
-    target = Path(recipe.target.path)
-    config = text_config(target)
-    absent = {"num_hidden_layers", "hidden_size", "vocab_size"} - config.keys()
-    if absent:
-        raise RecipeError(f"{target}/config.json does not give {', '.join(sorted(absent))}: add it")
-    aux_layers = choose_aux_layers(config["num_hidden_layers"], recipe.extract.aux_layers)
-    # What leaves the shards as they are is left out: changing it costs no second extraction.
-    rules = recipe.extract.rules()
-    del rules["min_argmax_share"]
     return _Work(
         inputs=inputs,
-        identity={
-            "target": recipe.target.path,
-            "revision": recipe.target.revision,
-            "aux_layers": list(aux_layers),
-            "dtype": recipe.extract.dtype,
-            "norm": "before",
-            "hidden_size": config["hidden_size"],
-        },
+        identity=states.identity(recipe),
         hidden=job.workspace.hidden_states(job.dataset),
         tokenized=prepared.tokenized,
-        task=Task(
-            target=target,
-            tokenized_sha256=inputs["tokenized"]["sha256"],
-            shards_sha256=digest({**inputs, "extract": {**rules, "aux_layers": aux_layers}}),
-            settings=recipe.extract,
-            aux_layers=aux_layers,
-            hidden_size=config["hidden_size"],
-            vocab_size=config["vocab_size"],
-        ),
+        task=states.task(recipe, inputs, inputs["tokenized"]["sha256"]),
     )
 
 

@@ -134,3 +134,11 @@ def locked(lock: Path, wait: bool = False) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def count_lines(path: Path) -> int:
+    """Complete lines of a file; 0 when it does not exist."""
+    if not path.exists():
+        return 0
+    with open(path, "rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))

@@ -20,13 +20,12 @@ from drafter.layout import Workspace
 from drafter.recipe import Recipe
 from drafter.shard_plan import (
     SPARE,
-    Footprint,
     fitting_length,
     gib,
     index_rows,
     plan_shards,
 )
-from drafter.shards import DTYPES
+from drafter.states import footprint
 from drafter.target_head import text_config
 
 _FEWEST_SPOOLED = 2
@@ -83,12 +82,6 @@ def forecast(dataset: str, workspace: Workspace, recipe: Recipe) -> Forecast:
         present_bytes=sum(path.stat().st_size for path in present),
         hours=num_tokens / tokens_per_s(workspace, recipe) / 3600,
     )
-
-
-def footprint(recipe: Recipe) -> Footprint:
-    """Of this recipe's states."""
-    hidden_size = text_config(Path(recipe.target.path))["hidden_size"]
-    return Footprint(3, hidden_size, DTYPES[recipe.extract.dtype].itemsize)
 
 
 def tokens_per_s(workspace: Workspace, recipe: Recipe) -> float:

@@ -14,11 +14,11 @@ from typing import Any
 
 from drafter import adoption, approval, template
 from drafter.errors import DataError, RecipeError
-from drafter.files import read_section
+from drafter.files import count_lines, read_section
 from drafter.identity import generation_identity
 from drafter.jsonl import damage, rows
 from drafter.layout import Prepared, Workspace
-from drafter.plan import Plan, count_lines, decide
+from drafter.plan import Plan, decide, run_name
 from drafter.recipe import Recipe
 from drafter.rows import Family, key_fault
 from drafter.sessions import refuse_other_identity
@@ -38,9 +38,12 @@ def foresee(
     plan = decide(
         phase, dataset, workspace, recipe, token_budget=token_budget, mode=mode, run_id=run_id
     )
-    if phase != "generate" or plan.action in ("done", "restart"):
+    spools = recipe.spools and phase in ("spool", "train") and plan.action == "start"
+    if not spools and (phase != "generate" or plan.action in ("done", "restart")):
         return plan
     try:
+        if spools:
+            return replace(plan, reason=f"{plan.reason}; {_spool(workspace, recipe)}")
         return look(plan, workspace.prepared(dataset), recipe, token_budget, mode)
     except (RecipeError, DataError) as error:
         return replace(plan, action="refuse", reason=str(error))
@@ -119,6 +122,16 @@ def _adopt(plan: Plan, prepared: Prepared, recipe: Recipe, limit: int | None) ->
         count = len(found.untokenized)
         words.append(f"validate tokenizes {count:,} more: {adoption.named(found.untokenized)}")
     return replace(plan, action="adopt", reason="; then ".join(words), counts=counts)
+
+
+def _spool(workspace: Workspace, recipe: Recipe) -> str:
+    """What it will take. Raises RecipeError when the disk lacks room."""
+    from drafter import corpus, spool_plan, spool_store
+
+    planned = spool_plan.plan_spool(corpus.tokenized(workspace, recipe), recipe)
+    run = workspace.spool(run_name(workspace, recipe))
+    planned.check_room(spool_store.room_bytes(workspace, run))
+    return planned.story
 
 
 def _is_unapproved(prepared: Prepared, recipe: Recipe, identity: dict[str, Any]) -> bool:

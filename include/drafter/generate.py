@@ -27,7 +27,7 @@ from drafter.engines.client import connected
 from drafter.engines.connection import check_engine
 from drafter.engines.outcomes import MAX_RUNS, Kind
 from drafter.errors import Busy, DataError
-from drafter.files import drop_sections, file_record, write_section
+from drafter.files import count_lines, drop_sections, file_record, write_section
 from drafter.identity import target_identity
 from drafter.job import Job
 from drafter.responses import Responses, Tainted, count_failures
@@ -80,10 +80,10 @@ def generate(job: Job, family: Family, tokenizer: Fingerprint | None = None) -> 
         drop_sections(prepared.manifest, ("generate", "validate", approval.SECTION))
         moved = archive_tail(prepared.responses, tainted.alarm.offset, archive)
         if job.recipe.pilot:
-            approval.take_back(prepared, plan.count_lines(prepared.responses))
+            approval.take_back(prepared, count_lines(prepared.responses))
         task = "its pilot task" if job.recipe.pilot else "this task"
         raise DataError(
-            f"{job.dataset}: {tainted.alarm.reason}; {plan.count_lines(moved)} rows are now in"
+            f"{job.dataset}: {tainted.alarm.reason}; {count_lines(moved)} rows are now in"
             f" {moved}: read them, mend engine or recipe, then clear {task}"
         ) from None
     _refuse_to_end_early(job, responses)
@@ -91,7 +91,7 @@ def generate(job: Job, family: Family, tokenizer: Fingerprint | None = None) -> 
 
 
 def _refuse_unapproved(job: Job, identity: dict[str, Any]) -> None:
-    pilot = plan.pending_pilot(job.dataset, job.workspace, job.recipe, identity)
+    pilot = approval.pending_of(job.dataset, job.workspace, job.recipe, identity)
     if pilot:
         raise DataError(f"{job.dataset}: {pilot.reason}: {approval.REMEDY}")
 
@@ -128,7 +128,7 @@ def open_responses(job: Job, family: Family) -> Responses:
     limit = dataset.token_budget if job.token_budget is None else job.token_budget
     max_rows = None
     if job.pilot_rows is not None:
-        first = approval.begins_at(prepared, plan.count_lines(prepared.responses))
+        first = approval.begins_at(prepared, count_lines(prepared.responses))
         max_rows = first + job.pilot_rows
     responses = Responses(
         prepared,

@@ -29,13 +29,19 @@
                                    discard-<time> and restart-<time> by hand;
                                    <name>.partial while it is being filled
       hidden_states/<dataset>/     shard-00000.safetensors ...  manifest.json (section extract)
+      hidden_states/.importing/    <dataset>/: an import until it is whole (drafter.interchange)
       drafter/<run>/               step-000500/  metrics.jsonl  evaluation/<dataset>.json
                                    evaluation/<dataset>.greedy.jsonl: the target's greedy answers
                                    no_states/: the same drafter trained without states
+                                   witness.safetensors: a few rows with states, where the recipe
+                                   spools (section spool)
                                    export/{sglang,vllm}/  manifest.json (sections train, export)
+      spool/<run>/                 shard-000000.safetensors ...  position.json: see
+                                   drafter.spool_store; gone when the run is trained
       jobs/<phase>/<dataset>/      job.json state.json progress.json log exit lease
                                    stop stopped .start .exit.reserved: see JobDir
-                                   (dataset "all", with a .lock, for prepare, train and export)
+                                   (dataset "all", with a .lock, for prepare, spool, train,
+                                   export)
 
 A manifest is a JSON object of sections; each phase replaces its own section and no other, under the
 dataset's lock. A section holds ``identity`` (what must not change under the data), ``counts`` and
@@ -165,6 +171,38 @@ class DrafterRun:
     def served(self) -> Path:
         return self.root / "served.json"
 
+    @property
+    def witness(self) -> Path:
+        """A shard of a few rows that outlives the spool: a head can be compared with its states."""
+        return self.root / "witness.safetensors"
+
+
+@dataclass(frozen=True)
+class Spool:
+    """``spool/<run>``: the shards between extraction and a training that deletes them."""
+
+    root: Path
+
+    @property
+    def position(self) -> Path:
+        return self.root / "position.json"
+
+    @property
+    def producer(self) -> Path:
+        """flock: held while shards are being made."""
+        return self.root / ".producer"
+
+    @property
+    def trainer(self) -> Path:
+        """flock: held while they are being trained on."""
+        return self.root / ".trainer"
+
+    def shard(self, index: int) -> Path:
+        return self.root / f"shard-{index:06d}.safetensors"
+
+    def shards(self) -> list[Path]:
+        return sorted(self.root.glob("shard-*.safetensors"))
+
 
 @dataclass(frozen=True)
 class JobDir:
@@ -249,11 +287,21 @@ class Workspace:
     def hidden_states(self, dataset: str) -> HiddenStates:
         return HiddenStates(self.root / "hidden_states" / dataset)
 
+    def importing(self, dataset: str) -> HiddenStates:
+        """Beside the finished ones, so that a rename makes it one of them."""
+        return HiddenStates(self.root / "hidden_states" / ".importing" / dataset)
+
     def drafter(self, run: str) -> DrafterRun:
         return DrafterRun(self.root / "drafter" / run)
 
     def drafters(self) -> list[DrafterRun]:
         return [DrafterRun(root) for root in sorted((self.root / "drafter").glob("*"))]
+
+    def spool(self, run: str) -> Spool:
+        return Spool(self.root / "spool" / run)
+
+    def spools(self) -> list[Spool]:
+        return [Spool(root) for root in sorted((self.root / "spool").glob("*"))]
 
     @property
     def jobs(self) -> Path:

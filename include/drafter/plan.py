@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from drafter import approval, source_files
+from drafter import approval, source_files, start_files
 from drafter.errors import DataError, RecipeError
-from drafter.files import digest, file_record, read_json, read_section
+from drafter.files import count_lines, digest, file_record, read_json, read_section
 from drafter.identity import (
     config_files,
     generation_identity,
@@ -25,7 +25,7 @@ from drafter.layout import ALL, Prepared, Workspace
 from drafter.recipe import Recipe
 
 PER_DATASET = ("generate", "validate", "extract", "evaluate")
-OVER_ALL = ("prepare", "train", "export")
+OVER_ALL = ("prepare", "spool", "train", "export", "served")
 PHASES = PER_DATASET + OVER_ALL
 
 Mode = Literal["resume", "restart", "adopt"]
@@ -68,8 +68,12 @@ def decide(
     counts = section["counts"] if section else {}
 
     def plan(action: Action, reason: str) -> Plan:
+        if phase == "extract" and recipe.spools and action != "done":
+            reason += "; not needed, the recipe spools: the train DAG makes its states itself"
         return Plan(phase, dataset, action, reason, counts)
 
+    if phase == "extract" and section is not None and "imported" in section["inputs"]:
+        return plan(*_imported(dataset, section, workspace, recipe))
     prepared = workspace.prepared(dataset)
     archived = bool(run_id) and prepared.archive(run_id).exists()
     if phase == "generate" and mode == "restart" and is_begun(prepared) and not archived:
@@ -89,7 +93,7 @@ def decide(
             shortfall = _shortfall(section, budget, limits.max_samples, prepared)
             if shortfall is None:
                 return plan("done", f"stop reason: {section['stop_reason']}")
-        pilot = pending_pilot(dataset, workspace, recipe, wanted["identity"])
+        pilot = approval.pending_of(dataset, workspace, recipe, wanted["identity"])
         if pilot:
             return plan("approve" if pilot.is_complete else "pilot", pilot.reason)
         if shortfall:
@@ -102,6 +106,8 @@ def decide(
     if section["inputs"] == wanted:
         if spoilt := changed_files(phase, dataset, workspace, recipe):
             return plan("start", f"missing or changed: {', '.join(spoilt)}")
+        if phase == "spool" and decide("train", dataset, workspace, recipe).action != "done":
+            return plan("start", "training needs its states once more")
         return plan("done", "its inputs are unchanged")
     changed = sorted(k for k in wanted if section["inputs"].get(k) != wanted[k])
     return plan("start", f"changed since it was done: {', '.join(changed)}")
@@ -158,27 +164,34 @@ def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> di
             "extract": recipe.extract.rules(),
             "target": target_identity(recipe),
         }
-    if phase == "train":
-        return {
-            "datasets": {
-                name: digest(_states(_finished(workspace.hidden_states(name).manifest, "extract")))
-                for name in recipe.dataset_names
-            },
-            "train": recipe.train.model_dump(mode="json", exclude={"checkpoint_every_steps"}),
-        }
+    if phase == "spool" and not recipe.spools:
+        raise RecipeError("the recipe does not spool: set train.spool_shards, or run extract")
+    if phase in ("spool", "train"):
+        states = _to_be_made if recipe.spools else _stored
+        start = start_files.identity(recipe.train.start_from)
+        return {**states(workspace, recipe), "train": recipe.train.rules(), **start}
+    if phase == "served" and recipe.evaluate.served is None:
+        raise RecipeError(
+            "the recipe names no server that drafts: add [evaluate.served] with the urls of one"
+        )
     run = workspace.drafter(run_name(workspace, recipe))
     trained = digest(_finished(run.manifest, "train")["inputs"])
     if phase == "evaluate":
         return {
             "train": trained,
             "dataset": dataset,
-            "evaluate": recipe.evaluate.model_dump(mode="json"),
+            "evaluate": recipe.evaluate.rules(),
         }
     if phase == "export":
         evaluated = {
             name: digest(_evaluation(run.evaluation(name))) for name in recipe.dataset_names
         }
         return {"train": trained, "evaluated": evaluated}
+    if phase == "served":
+        exported = _finished(run.manifest, "export")["files"]
+        # The model card may tell what was measured with the files.
+        weights = {name: file for name, file in exported.items() if not name.endswith(".md")}
+        return {"export": digest(weights), "evaluate": recipe.evaluate.model_dump(mode="json")}
     raise RecipeError(f"no phase {phase!r}: there are {', '.join(PHASES)}")
 
 
@@ -199,26 +212,9 @@ def read_phase(
     if phase == "evaluate":
         path = run.evaluation(dataset)
         return read_json(path) if path.exists() else None
+    if phase == "served":
+        return read_json(run.served) if run.served.exists() else None
     return read_section(run.manifest, phase)
-
-
-def pending_pilot(
-    dataset: str, workspace: Workspace, recipe: Recipe, identity: dict[str, Any]
-) -> approval.Pending | None:
-    """The pilot that a person has to approve before the rest is generated; None when the recipe
-    asks for none, or it is approved for ``identity``."""
-    if recipe.pilot is None:
-        return None
-    prepared = workspace.prepared(dataset)
-    num_prompts = count_lines(prepared.prompt_ids)
-    max_samples = recipe.dataset(dataset).max_samples
-    return approval.pending(
-        prepared,
-        identity,
-        recipe.pilot.rows,
-        num_stored=count_lines(prepared.responses),
-        num_prompts=num_prompts if max_samples is None else min(num_prompts, max_samples),
-    )
 
 
 def joined(phase: str, workspace: Workspace, recipe: Recipe) -> dict[str, Any]:
@@ -262,14 +258,6 @@ def run_name(workspace: Workspace, recipe: Recipe) -> str:
     return digest(inputs("train", ALL, workspace, recipe))[:12]
 
 
-def count_lines(path: Path) -> int:
-    """Complete lines of a file; 0 when it does not exist."""
-    if not path.exists():
-        return 0
-    with open(path, "rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-
-
 def changed_files(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> list[str]:
     """Files that a finished phase left and that are missing, or not what they were.
 
@@ -279,7 +267,7 @@ def changed_files(phase: str, dataset: str, workspace: Workspace, recipe: Recipe
     if phase == "prepare":
         return changed_prompts(workspace, recipe)
     section = read_phase(phase, dataset, workspace, recipe) or {}
-    if phase in ("train", "export"):
+    if phase in ("spool", "train", "export", "served"):
         root = workspace.drafter(run_name(workspace, recipe)).root
     elif phase == "extract":
         root = workspace.hidden_states(dataset).root
@@ -293,6 +281,27 @@ def changed_files(phase: str, dataset: str, workspace: Workspace, recipe: Recipe
 
     records = {**section.get("files", {}), **section.get("report", {})}
     return [name for name, record in records.items() if not is_as_left(root / name, record)]
+
+
+def _imported(
+    dataset: str, section: dict[str, Any], workspace: Workspace, recipe: Recipe
+) -> tuple[Action, str]:
+    """States of another system are done as long as they are whole and of the recipe's target:
+    extraction could not make them again, so it never replaces them."""
+    root = workspace.hidden_states(dataset).root
+    origin = f"imported from {section['inputs']['imported']}"
+    identity = section["identity"]
+    found = [identity["target"], identity["revision"]]
+    wanted = [recipe.target.path, recipe.target.revision]
+    spoilt = changed_files("extract", dataset, workspace, recipe)
+    if found == wanted and not spoilt:
+        return "done", f"{origin}, not extracted"
+    fault = (
+        f"missing or changed: {', '.join(spoilt)}"
+        if spoilt
+        else f"of revision {found[1]} of {found[0]}, the recipe says {wanted[1]} of {wanted[0]}"
+    )
+    return "refuse", f"{origin}, {fault}: import it again, or move {root} away and extract"
 
 
 def _shortfall(
@@ -311,6 +320,28 @@ def _shortfall(
         if prompts < there:
             return f"{prompts} prompts of a raised quota of {min(there, max_samples or there)}"
     return None
+
+
+def _stored(workspace: Workspace, recipe: Recipe) -> dict[str, Any]:
+    """States that extract left, for a training that reads them."""
+    return {
+        "datasets": {
+            name: digest(_states(_finished(workspace.hidden_states(name).manifest, "extract")))
+            for name in recipe.dataset_names
+        }
+    }
+
+
+def _to_be_made(workspace: Workspace, recipe: Recipe) -> dict[str, Any]:
+    """What decides states that are made beside training: not the bound that they are judged by."""
+    rules = recipe.extract.rules()
+    del rules["min_argmax_share"]
+    tokenized = {}
+    for name in recipe.dataset_names:
+        prepared = workspace.prepared(name)
+        files = _finished(prepared.manifest, "validate")["files"]
+        tokenized[name] = files[prepared.tokenized.name]
+    return {"tokenized": tokenized, "extract": rules, "target": target_identity(recipe)}
 
 
 def _files(section: dict[str, Any]) -> Any:

@@ -67,6 +67,27 @@ class Recipe(Section):
             raise ValueError('"all" names jobs over every dataset: call the dataset something else')
         return self
 
+    @model_validator(mode="after")
+    def _spool_has_two_sides(self) -> Self:
+        if self.train.spool_shards is None:
+            return self
+        if self.host.slots < 2:
+            raise ValueError(
+                "train.spool_shards needs host.slots of 2 at least, got 1: two jobs run at once,"
+                " one extracts and one trains"
+            )
+        if self.train.no_states_baseline:
+            raise ValueError(
+                "train.no_states_baseline trains on every batch twice, but a spool (train."
+                "spool_shards) keeps none: switch one of the two off"
+            )
+        return self
+
+    @property
+    def spools(self) -> bool:
+        """Are states made beside training instead of being stored?"""
+        return self.train.spool_shards is not None
+
     @property
     def dataset_names(self) -> list[str]:
         return [dataset.name for dataset in self.datasets]

@@ -15,10 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from drafter import plan, rewrite
+from drafter import rewrite
 from drafter.budget import Budget, killed_in_flight
 from drafter.canary import Alarm, Canary
 from drafter.engines.outcomes import MAX_RUNS, RULES, Kind, Outcome, failure_fault
+from drafter.files import count_lines
 from drafter.jsonl import Appender, Line, damage, row_at, rows, tail
 from drafter.layout import Prepared
 from drafter.rows import key_fault
@@ -63,7 +64,7 @@ class Responses:
         self.unsettled: dict[str, Kind] = {}
         """By sample id, what this run could not answer and the next one may."""
         self._prompt_ids = prepared.prompt_ids
-        num_prompts = plan.count_lines(prepared.prompt_ids)
+        num_prompts = count_lines(prepared.prompt_ids)
         self.num_prompts = num_prompts if max_samples is None else min(num_prompts, max_samples)
         self._canary = canary
         self._held: list[dict[str, Any]] = []

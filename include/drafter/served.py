@@ -8,7 +8,7 @@ the target gave for evaluate. The servers are somebody else's: nothing is starte
 
 Writes ``drafter/<run>/served.json``::
 
-    inputs              what it depends on (``inputs``)
+    inputs              what it depends on (plan.inputs)
     acceptance_length   {served, replayed, engine}; engine is 1 + accepted / verifications, null for
                         SGLang
     accepted_share      [of the verifications, by position in the draft]; null for SGLang
@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from drafter import greedy, held_out, plan, replay, template
-from drafter.errors import DataError, DrafterError, RecipeError
-from drafter.files import clear_partial, digest, read_json, read_section, write_json
+from drafter.errors import DataError, DrafterError
+from drafter.files import clear_partial, read_json, write_json
 from drafter.job import Job
 from drafter.layout import DrafterRun, Workspace
 from drafter.measurement import Asked, Measured, measure
@@ -45,14 +45,16 @@ _NOTABLE = 0.05
 def run(job: Job) -> None:
     """The phase. RecipeError when the recipe names no server or the server does not draft, Busy
     when it is not there or works for others, DataError when nothing is exported yet."""
-    inputs(job.workspace, job.recipe)  # complains before a tokenizer is loaded
+    plan.inputs(
+        PHASE, job.dataset, job.workspace, job.recipe
+    )  # complains before a tokenizer is loaded
     compare(job, template.family(Path(job.recipe.target.path)))
 
 
 def compare(job: Job, family: Family) -> None:
     """``run`` with the target's control tokens given."""
     recipe, workspace = job.recipe, job.workspace
-    wanted = inputs(workspace, recipe)
+    wanted = plan.inputs(PHASE, job.dataset, workspace, recipe)
     run_ = workspace.drafter(plan.run_name(workspace, recipe))
     clear_partial(run_.root, run_.served.name)
     if job.mode == "resume" and run_.served.exists():
@@ -69,24 +71,6 @@ def compare(job: Job, family: Family) -> None:
     result = {"inputs": wanted, **_result(recipe, run_, expected, served, plain)}
     write_json(run_.served, result)
     _report(job, result, changed=True)
-
-
-def inputs(workspace: Workspace, recipe: Recipe) -> dict[str, Any]:
-    """Everything that served.json depends on, but for the servers' speed.
-
-    Raises RecipeError when the recipe names no server, DataError when nothing is exported.
-    """
-    if recipe.evaluate.served is None:
-        raise RecipeError(
-            "the recipe names no server that drafts: add [evaluate.served] with the urls of one"
-        )
-    run_ = workspace.drafter(plan.run_name(workspace, recipe))
-    exported = read_section(run_.manifest, "export")
-    if exported is None:
-        raise DataError(f"{run_.root.name}: export has not finished, run it first")
-    # The model card may tell what was measured here.
-    files = {name: file for name, file in exported["files"].items() if not name.endswith(".md")}
-    return {"export": digest(files), "evaluate": recipe.evaluate.model_dump(mode="json")}
 
 
 @dataclass(frozen=True)

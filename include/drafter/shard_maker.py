@@ -6,16 +6,17 @@ on the first rows, and then makes one shard after another.
 
 from __future__ import annotations
 
+import bisect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from drafter import gates
+from drafter import batch_gates, gates
 from drafter.backends import OpenBackend
-from drafter.errors import DataError
+from drafter.errors import DataError, RecipeError
 from drafter.sections import Extract
 from drafter.shard_plan import Rows, Sample, plan_batches
 from drafter.shards import DTYPES, Features, Shard, ShardHeader
@@ -47,7 +48,8 @@ class Task:
 class ShardMaker:
     """``advance`` is told the tokens of each batch as it is done.
 
-    Raises DataError when the engine does not reproduce the target on the first rows.
+    Raises DataError when the engine does not reproduce the target on the first rows, RecipeError
+    when it gives nothing that they could be compared with.
     """
 
     def __init__(
@@ -68,27 +70,30 @@ class ShardMaker:
         settings = self._task.settings
         samples = [self._sample(row) for row in rows]
         shard = self._blank(samples)
+        checked = checked_tokens(samples, self._backend.checked_tokens)
         matches = [0] * len(samples)
         for batch in plan_batches([len(s.input_ids) for s in samples], settings.batch_tokens):
             batched = [samples[i] for i in batch]
             computed = self._features(batched)
-            counts = self._matches(batched, computed)
+            counts = self._matches(batched, computed, [checked[i] for i in batch])
             for i, features, count in zip(batch, computed, counts, strict=True):
                 row = shard.row(i)
                 row.aux_TAD.copy_(features.aux_TAD)
                 row.final_TD.copy_(features.final_TD)
                 matches[i] = count
             self._advance(sum(len(sample.input_ids) for sample in batched))
-        stored = list(shard.rows())
+        compared = list(map(len, checked))
         alone_error = max(
-            self._check_alone(i, samples, shard) for i in self._doubted(number, samples, matches)
+            self._check_alone(i, samples, shard) for i in self._doubted(number, matches, compared)
         )
-        gates.check_next_tokens(stored, matches, settings.min_argmax_share, self._backend.head)
+        gates.check_next_tokens(
+            list(shard.rows()), matches, compared, settings.min_argmax_share, self._backend.head
+        )
         numbers = {
             "reference_error": self._reference_error,
             "alone_error": alone_error,
             "argmax_matches": sum(matches),
-            "response_tokens": sum(map(gates.response_tokens, stored)),
+            "response_tokens": sum(compared),
         }
         return replace(shard, header=replace(shard.header, gates=numbers))
 
@@ -100,33 +105,73 @@ class ShardMaker:
             padded = (len(batch) + 1) * len(sample.input_ids)
             if not batch or padded <= self._task.settings.batch_tokens:
                 batch.insert(0, sample)
+        probed, others = batch[-1], batch[:-1]
         got = self._features(batch)[-1]
-        return gates.check_reference(
-            batch[-1].sample_id,
-            Features(got.aux_TAD.cpu(), got.final_TD.cpu()),
-            self._task.aux_layers,
-            self._reference(batch[-1]),
-            self._backend.head().to("cpu", torch.float32),
-            ((s.sample_id, self._reference(s)) for s in batch[:-1]),
+        want = self._backend.reference(probed.input_ids)
+        errors = []
+        if got.low_TD is not None:
+            errors += self._check_low_layer(probed, got.low_TD.cpu(), want, others)
+        if want is not None and self._is_comparable(want):
+            errors.append(
+                gates.check_reference(
+                    probed.sample_id,
+                    Features(got.aux_TAD.cpu(), got.final_TD.cpu()),
+                    self._task.aux_layers,
+                    want,
+                    lambda: self._backend.head().to("cpu", torch.float32),
+                    self._references(others),
+                )
+            )
+        if not errors:
+            raise RecipeError(
+                f"the target {self._task.target} is too large, or quantised, for a plain forward "
+                f"in this process, and the server does not give its layer {self._backend.low_layer}"
+                f" to check instead: start the server with layer {self._backend.low_layer} among "
+                "its ids"
+            )
+        return max(errors)
+
+    def _is_comparable(self, want: gates.Reference) -> bool:
+        """Whether a plain forward reached a layer that is stored."""
+        return want.normed_TD is not None or min(self._task.aux_layers) < len(want.layers)
+
+    def _check_low_layer(
+        self,
+        probed: Sample,
+        low_TD: torch.Tensor,
+        want: gates.Reference | None,
+        others: Sequence[Sample],
+    ) -> list[float]:
+        """The error, if there is anything to compare the low layer with."""
+        low, embed = self._backend.low_layer, self._backend.head().embed
+
+        def layers(sample: Sample, known: gates.Reference | None) -> Sequence[torch.Tensor]:
+            return known.layers if known else [embed[torch.tensor(sample.input_ids)]]
+
+        if low >= len(layers(probed, want)):
+            return []
+        neighbours = (
+            (s.sample_id, layers(s, want and self._backend.reference(s.input_ids))[low])
+            for s in others
         )
+        return [
+            gates.check_low_layer(probed.sample_id, low_TD, low, layers(probed, want), neighbours)
+        ]
 
-    def _reference(self, sample: Sample) -> gates.Reference:
-        reference = self._backend.reference(sample.input_ids)
-        assert reference is not None
-        return reference
+    def _references(self, samples: Sequence[Sample]) -> Iterator[tuple[str, gates.Reference]]:
+        for sample in samples:
+            reference = self._backend.reference(sample.input_ids)
+            if reference is not None:
+                yield sample.sample_id, reference
 
-    def _doubted(self, number: int, samples: Sequence[Sample], matches: Sequence[int]) -> set[int]:
+    def _doubted(self, number: int, matches: Sequence[int], compared: Sequence[int]) -> set[int]:
         """Rows to compute once more: one drawn by seed, and the one whose states predict least.
 
         A single row that got a neighbour's states hardly moves the share of its shard.
         """
-
-        def share(i: int) -> float:
-            total = len(samples[i].input_ids) - samples[i].first_predicted
-            return matches[i] / total if total else 1.0
-
+        shares = [m / n if n else 1.0 for m, n in zip(matches, compared, strict=True)]
         chance = random.Random(f"{self._task.shards_sha256} {number}")
-        return {chance.randrange(len(samples)), min(range(len(samples)), key=share)}
+        return {chance.randrange(len(shares)), shares.index(min(shares))}
 
     def _check_alone(self, chosen: int, samples: Sequence[Sample], shard: Shard) -> float:
         row = shard.row(chosen)
@@ -143,30 +188,26 @@ class ShardMaker:
         )
 
     def _features(self, batch: list[Sample]) -> list[Features]:
+        task = self._task
         computed = self._backend.features([sample.input_ids for sample in batch])
-        if len(computed) != len(batch):
-            raise DataError(
-                f"{batch[0].sample_id}: the engine returned {len(computed)} rows for a batch of "
-                f"{len(batch)}: look at its log and run extract again"
-            )
-        for sample, features in zip(batch, computed, strict=True):
-            gates.check_form(
-                sample.sample_id,
-                sample.input_ids,
-                features,
-                self._task.aux_layers,
-                self._task.hidden_size,
-                self._task.dtype,
-            )
+        batch_gates.check_rows(batch, computed, task.aux_layers, task.hidden_size, task.dtype)
+        batch_gates.check_ids(batch, computed)
+        batch_gates.check_finite(batch, computed, task.aux_layers)
+        batch_gates.check_varied(batch, computed, task.aux_layers)
         return computed
 
-    def _matches(self, batch: Sequence[Sample], computed: Sequence[Features]) -> list[int]:
-        """Per row, response tokens that are the argmax of the state before them."""
-        following = [sample.input_ids[sample.first_predicted :] for sample in batch]
+    def _matches(
+        self, batch: Sequence[Sample], computed: Sequence[Features], checked: Sequence[range]
+    ) -> list[int]:
+        """Per row, how many of the tokens at ``checked`` are the argmax of the state before."""
+        following = [
+            sample.input_ids[at.start : at.stop : at.step]
+            for sample, at in zip(batch, checked, strict=True)
+        ]
         states = torch.cat(
             [
-                features.final_TD[sample.first_predicted - 1 : -1]
-                for sample, features in zip(batch, computed, strict=True)
+                features.final_TD[at.start - 1 : at.stop - 1 : at.step]
+                for features, at in zip(computed, checked, strict=True)
             ]
         )
         block = max(1, _LOGITS_AT_ONCE // self._task.vocab_size)
@@ -206,3 +247,25 @@ class ShardMaker:
                 f"has 0..{self._task.vocab_size - 1}: validate with the target that wrote them"
             )
         return sample
+
+
+def checked_tokens(samples: Sequence[Sample], limit: int) -> list[range]:
+    """Positions of each row whose tokens are compared with what the state before predicts.
+
+    All response tokens when those of all rows are at most ``limit``. Else every n-th of each row,
+    its first among them, with the least n that leaves at most ``limit``; where there are more rows
+    than that, one token each of the first rows.
+    """
+    responses = [range(s.first_predicted, len(s.input_ids)) for s in samples]
+
+    def too_many(step: int) -> bool:
+        return sum(len(at[::step]) for at in responses) > limit
+
+    longest = max(map(len, responses), default=0)
+    step = 1 + bisect.bisect_left(range(1, longest), True, key=lambda n: not too_many(n))
+    checked, left = [], limit
+    for at in responses:
+        kept = at[::step] if left else at[:0]
+        checked.append(kept)
+        left -= len(kept)
+    return checked

@@ -8,20 +8,23 @@ longer row. With N rows, T tokens over all rows, A auxiliary layers and D hidden
     offsets        [N + 1]    int64  row i is input_ids[offsets[i] : offsets[i + 1]]
     prompt_tokens  [N]        int64  of each row
     aux            [T, A, D]  dtype  aux[t, a] is HF hidden_states[aux_layers[a]] at token t
-    final          [T, D]     dtype  after the last decoder layer, BEFORE the last norm
+    final          [T, D]     dtype  after the last decoder layer, before or after the last norm
 
 The state at t has read input_ids up to and including t of its row: ``lm_head(norm(final[t]))`` is
-the distribution of input_ids[t + 1]. Layer ids are indices into HF ``hidden_states``: k is the
-input of decoder layer k, which is the output of layer k - 1; 0 is the embeddings. SpecForge and
-SGLang count outputs, one less.
+the distribution of input_ids[t + 1]. Extraction stores ``final`` before the norm. States of systems
+that keep it after the norm (drafter.interchange) stay as they are, since no norm can be undone:
+:class:`drafter.target_head.TargetHead` is the one place that knows the difference.
+
+Layer ids are indices into HF ``hidden_states``: k is the input of decoder layer k, which is the
+output of layer k - 1; 0 is the embeddings. SpecForge and SGLang count outputs, one less.
 
 Metadata, all strings::
 
     sample_ids        JSON list of N
     aux_layers        JSON list of A
-    norm              "before"
+    norm              "before" | "after": where final stands
     dtype             "float32" | "bfloat16"
-    tokenized_sha256  of the tokenized_data.jsonl that the rows come from
+    tokenized_sha256  of the tokenized_data.jsonl that the rows come from, or of imported files
     extract_sha256    of everything else that decides the bytes (drafter.extract)
     gates             JSON object: numbers that the gates measured on this shard
 
@@ -48,6 +51,7 @@ from drafter.files import read_section, whole_file
 from drafter.layout import HiddenStates
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NORMS = ("before", "after")
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
 _BLOCK_BYTES = 1 << 24
 
@@ -58,8 +62,8 @@ class Features:
 
     aux_TAD: torch.Tensor
     final_TD: torch.Tensor
-    embedded_TD: torch.Tensor | None = None
-    """Layer 0, where the backend gives it: for a gate, not stored."""
+    low_TD: torch.Tensor | None = None
+    """States of ``Backend.low_layer``, where it gives them: for a gate, not stored."""
 
     returned_ids: Sequence[int] | None = None
     """The tokens that a server says these are the states of."""
@@ -86,6 +90,7 @@ class ShardHeader:
     tokenized_sha256: str
     extract_sha256: str
     gates: dict[str, float]
+    norm: str = "before"
 
 
 @dataclass(frozen=True)
@@ -146,8 +151,8 @@ def write_shard(path: Path, shard: Shard) -> dict[str, Any]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise DrafterError(
-            f"no room for {path} ({size} bytes so far): free disk space, then run extract again; "
-            "shards already written are kept"
+            f"no room for {path} ({size} bytes so far): free disk space, then run it again; shards "
+            "already written are kept"
         ) from None
     return {"bytes": size, "sha256": sha256.hexdigest()}
 
@@ -227,7 +232,7 @@ def _header_bytes(tensors: dict[str, torch.Tensor], header: ShardHeader) -> byte
         "__metadata__": {
             "sample_ids": json.dumps(list(header.sample_ids), ensure_ascii=False),
             "aux_layers": json.dumps(list(header.aux_layers)),
-            "norm": "before",
+            "norm": header.norm,
             "dtype": header.dtype,
             "tokenized_sha256": header.tokenized_sha256,
             "extract_sha256": header.extract_sha256,
@@ -257,15 +262,16 @@ def _parse_header(path: Path, metadata: dict[str, str] | None) -> ShardHeader:
             tokenized_sha256=found["tokenized_sha256"],
             extract_sha256=found["extract_sha256"],
             gates=json.loads(found["gates"]),
+            norm=found["norm"],
         )
-        norm = found["norm"]
     except (KeyError, ValueError) as error:
         raise DataError(
             f"{path} has no readable metadata {error}: it is not a shard, move it away"
         ) from None
-    if norm != "before" or header.dtype not in DTYPES:
+    if header.norm not in NORMS or header.dtype not in DTYPES:
         raise DataError(
-            f"{path} has norm {norm!r} and dtype {header.dtype!r}; shards hold states before the "
-            f"last norm as {' or '.join(DTYPES)}: move it away and run extract again"
+            f"{path} has norm {header.norm!r} and dtype {header.dtype!r}; shards hold states "
+            f"{' or '.join(NORMS)} the last norm as {' or '.join(DTYPES)}: move it away and run "
+            "extract again"
         )
     return header

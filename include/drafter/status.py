@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.errors import MEANING, DataError
-from drafter.files import file_record, read_json
+from drafter.files import count_lines, file_record, read_json
 from drafter.jobs import job_dirs, live
 from drafter.layout import JobDir, Prepared, Workspace
 from drafter.terminal import duration, one_line, table
@@ -188,7 +188,7 @@ def _dataset(workspace: Workspace, name: str, verify: bool, generating: bool) ->
     records = _records(prepared, sections)
     shown["sizes"] = {path.name: path.stat().st_size for path in records if path.exists()}
     if "generate" not in sections and not generating and prepared.responses.exists():
-        shown["stored"] = {"responses": _count_lines(prepared.responses)}
+        shown["stored"] = {"responses": count_lines(prepared.responses)}
     if verify:
         shown["verified"] = {path.name: _compare(path, known) for path, known in records.items()}
     return shown
@@ -208,11 +208,6 @@ def _records(
         if name in read:
             records.setdefault(path, []).append(("validate read", read[name]))
     return records
-
-
-def _count_lines(path: Path) -> int:
-    with open(path, "rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
 
 
 def _compare(path: Path, records: list[tuple[str, dict[str, Any]]]) -> str:

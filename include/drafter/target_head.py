@@ -10,7 +10,7 @@ pass unnoticed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +38,35 @@ class TargetHead:
     norm_weight: torch.Tensor
     norm_eps: float
     lm_head: torch.Tensor
+    norm: str = "before"
+    """Where the ``final`` rows stand that it is given: before the last norm, or after it."""
+
+    def reading(self, norm: str) -> TargetHead:
+        """The same head for rows stored "before" or "after" the last norm (drafter.shards)."""
+        return replace(self, norm=norm)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetHead:
         """The same head elsewhere; tied matrices stay one tensor."""
         embed = self.embed.to(device, dtype)
         tied = self.lm_head is self.embed
-        return TargetHead(
+        return replace(
+            self,
             embed=embed,
             norm_weight=self.norm_weight.to(device, dtype),
-            norm_eps=self.norm_eps,
             lm_head=embed if tied else self.lm_head.to(device, dtype),
         )
 
     def normed(self, final: torch.Tensor) -> torch.Tensor:
-        """RMS norm of [..., H], computed in float32 and returned in the head's dtype."""
+        """RMS norm of [..., H], computed in float32 and returned in the head's dtype. Rows that
+        are after the norm already stay as they are."""
+        if self.norm == "after":
+            return final.to(self.norm_weight.dtype)
         wide = final.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.norm_eps)
         return self.norm_weight * (wide * scale).to(self.norm_weight.dtype)
 
     def logits(self, final: torch.Tensor) -> torch.Tensor:
-        """[..., H] states before the last norm -> [..., V] in the head's dtype."""
+        """[..., H] stored states -> [..., V] in the head's dtype."""
         return self.normed(final) @ self.lm_head.T
 
 

@@ -1,10 +1,11 @@
 """Phase train: one drafter from the states of every dataset.
 
-Reads every dataset's shards (corpus.py), writes ``drafter/<run>/``: checkpoints, metrics.jsonl (one
-line per step) and the manifest's section ``train``. Killed at any moment it continues from its last
-checkpoint, and its losses and weights are those of a run that was never killed, bit for bit on the
-same machine. With ``train.no_states_baseline`` the same drafter is then trained on the same batches
-with the target's states zeroed, in ``no_states/``.
+Reads every dataset's shards, or a spool that another job fills meanwhile (batch_source.py). Writes
+``drafter/<run>/``: checkpoints, metrics.jsonl (one line per step) and the manifest's section
+``train``. Killed at any moment it continues from its last checkpoint, and its losses and weights
+are those of a run that was never killed, bit for bit on the same machine. With
+``train.no_states_baseline`` the same drafter is then trained on the same batches with the target's
+states zeroed, in ``no_states/``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,20 @@ import orjson
 import torch
 from torch import Tensor
 
-from drafter import checkpoint, corpus, jsonl, plan, vocabulary
+from drafter import batch_source, checkpoint, corpus, jsonl, plan, starting_point, vocabulary
 from drafter.alignment import align
-from drafter.corpus import Corpus, Entry
+from drafter.batch_source import Batches
+from drafter.corpus import Corpus
+from drafter.entries import Entry
 from drafter.errors import DataError
-from drafter.files import file_record, whole_file, write_section
+from drafter.files import clear_partial, file_record, whole_file, write_section
 from drafter.job import Job
 from drafter.layout import DrafterRun
 from drafter.loss import Judge, soft_cross_entropy
 from drafter.model import Drafter, new_drafter, shape_for
 from drafter.recipe import Recipe
 from drafter.sections import Train
+from drafter.shards import Row
 from drafter.target_head import TargetHead, text_config
 
 _REPORT_SECONDS = 1.0
@@ -43,16 +46,15 @@ def run(job: Job) -> None:
     recipe, workspace = job.recipe, job.workspace
     inputs = plan.inputs("train", job.dataset, workspace, recipe)
     states = workspace.drafter(plan.run_name(workspace, recipe))
-    corpus.verify(workspace, recipe)
-    rows = corpus.collect(workspace, recipe)
-    head = corpus.read_head(recipe, rows)
     runs = [states] + [checkpoint.no_states(states)] * recipe.train.no_states_baseline
     progress = _Progress(job, recipe.train.steps * len(runs))
     results = []
-    for each in runs:
-        trainer = Trainer(recipe.train, rows.trained, head, see_states=each is states)
-        trainer.fit(each, untrained(recipe, rows, head), progress)
-        results.append(_summary(each))
+    with batch_source.opened(job) as (rows, batches):
+        head = corpus.read_head(recipe, rows)
+        for each in runs:
+            trainer = Trainer(recipe.train, head, see_states=each is states)
+            trainer.fit(each, untrained(recipe, rows, head), batches, progress)
+            results.append(_summary(each))
     weights = states.checkpoint(recipe.train.steps) / checkpoint.WEIGHTS
     section = {
         "inputs": inputs,
@@ -75,14 +77,17 @@ def run(job: Job) -> None:
     print(line, flush=True)
 
 
-def untrained(recipe: Recipe, rows: Corpus, head: TargetHead) -> Drafter:
-    """The drafter before its first step: vocabulary by frequency, shape from the target, seeded."""
+def untrained(recipe: Recipe, rows: Corpus[Entry], head: TargetHead) -> Drafter:
+    """The drafter before its first step: that of train.start_from, or a new one, seeded, with its
+    vocabulary by frequency and its shape from the target."""
     target = Path(recipe.target.path)
-    responses = (e.read().input_ids_T[e.prompt_tokens :] for e in rows.trained)
+    aux_layers = tuple(rows.identity["aux_layers"])
+    if recipe.train.start_from:
+        return starting_point.drafter(recipe.train, text_config(target), aux_layers, head)
+    responses = (e.input_ids()[e.prompt_tokens :] for e in rows.trained)
     counts = vocabulary.token_counts(responses, len(head.lm_head))
     control = vocabulary.control_ids(target)
-    d2t, t2d = vocabulary.select(counts, recipe.train.draft_vocab_size, control)
-    aux_layers = tuple(rows.identity["aux_layers"])
+    d2t, t2d = vocabulary.select(counts, recipe.train.new_draft_vocab_size, control)
     shape = shape_for(text_config(target), aux_layers, len(d2t), recipe.train.intermediate_size)
     return new_drafter(shape, head, d2t, t2d, recipe.train.seed)
 
@@ -99,14 +104,14 @@ def learning_rate(done: int, train: Train) -> float:
 class Trainer:
     """The loop over one run directory. Float32 on a CPU, bfloat16 matrix products on a GPU."""
 
-    def __init__(
-        self, options: Train, rows: Sequence[Entry], head: TargetHead, *, see_states: bool = True
-    ) -> None:
-        self.options, self.rows, self.see_states = options, rows, see_states
+    def __init__(self, options: Train, head: TargetHead, *, see_states: bool = True) -> None:
+        self.options, self.see_states = options, see_states
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.head = head.to(self.device, torch.float32)
 
-    def fit(self, run_: DrafterRun, drafter: Drafter, progress: _Progress) -> None:
+    def fit(
+        self, run_: DrafterRun, drafter: Drafter, batches: Batches, progress: _Progress
+    ) -> None:
         """Train ``drafter``, or what the last checkpoint of ``run_`` made of it, to the end."""
         options = self.options
         checkpoint.clear_partial(run_)
@@ -126,12 +131,10 @@ class Trainer:
         print(f"{kind} the target's states: from step {done} to {options.steps}", flush=True)
         progress.skip(done)
         judge = self.head.lm_head[drafter.draft_ids]
-        lengths = [entry.tokens for entry in self.rows]
-        order = corpus.batches(lengths, options.batch_tokens, options.seed)
         _keep_metrics(run_.metrics, done)
         with jsonl.Appender(run_.metrics) as metrics:
-            for step, batch in enumerate(islice(order, done, options.steps), start=done + 1):
-                numbers = self.step(step, [self.rows[i] for i in batch], drafter, optimizer, judge)
+            for step, rows in batches.after(done):
+                numbers = self.step(step, rows, drafter, optimizer, judge)
                 metrics.append(numbers)
                 progress.step(numbers)
                 if step % options.checkpoint_every_steps == 0 or step == options.steps:
@@ -141,7 +144,7 @@ class Trainer:
     def step(
         self,
         step: int,
-        entries: Sequence[Entry],
+        rows: Sequence[Row],
         drafter: Drafter,
         optimizer: torch.optim.Optimizer,
         judge_DH: Tensor,
@@ -153,7 +156,7 @@ class Trainer:
         """
         began = time.perf_counter()
         options = self.options
-        batch = align([entry.read() for entry in entries]).to(self.device, torch.float32)
+        batch = align(rows).to(self.device, torch.float32)
         if not self.see_states:
             batch = batch.without_states()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
@@ -165,13 +168,13 @@ class Trainer:
         measured = torch.cat([losses.total[None], norm[None], losses.mean, losses.accuracy])
         total, norm_, *per_step = measured.tolist()
         if not math.isfinite(total) or not math.isfinite(norm_):
-            raise DataError(_not_finite(step, total, norm_, entries))
+            raise DataError(_not_finite(step, total, norm_, rows))
         rate = learning_rate(step - 1, options)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
-        tokens = sum(entry.tokens for entry in entries)
+        tokens = sum(len(row.input_ids_T) for row in rows)
         steps = range(options.ttt_steps)
         return {
             "step": step,
@@ -224,6 +227,7 @@ def _keep_metrics(path: Path, done: int) -> None:
     """Forget the steps after the checkpoint: they are about to be taken again."""
     lines = [line.value for line in jsonl.rows(path) if line.value["step"] <= done]
     path.parent.mkdir(parents=True, exist_ok=True)
+    clear_partial(path.parent, path.name)
     with whole_file(path) as partial:
         partial.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
 
@@ -238,14 +242,13 @@ def _summary(run_: DrafterRun) -> dict[str, Any]:
     }
 
 
-def _not_finite(step: int, loss: float, norm: float, entries: Sequence[Entry]) -> str:
-    def damaged(entry: Entry) -> bool:
-        row = entry.read()
+def _not_finite(step: int, loss: float, norm: float, rows: Sequence[Row]) -> str:
+    def damaged(row: Row) -> bool:
         return not (row.aux_TAD.isfinite().all() and row.final_TD.isfinite().all())
 
-    guilty = [entry for entry in entries if damaged(entry)]
-    named = guilty or list(entries)
-    names = ", ".join(entry.sample_id for entry in named[:_NAMED_SAMPLES])
+    guilty = [row for row in rows if damaged(row)]
+    named = guilty or list(rows)
+    names = ", ".join(row.sample_id for row in named[:_NAMED_SAMPLES])
     if len(named) > _NAMED_SAMPLES:
         names += f" and {len(named) - _NAMED_SAMPLES} more"
     if guilty:

@@ -26,6 +26,7 @@ from drafter.declared import Tools
 from drafter.errors import DataError, DrafterError
 from drafter.facts import Collector, Facts, Outcome
 from drafter.files import (
+    count_lines,
     drop_sections,
     file_record,
     read_section,
@@ -244,7 +245,7 @@ def _breaches(rules: Validate, count: Count) -> Iterable[str]:
 
 def _check(prepared: Prepared, outcome: Outcome, num_bytes: int, num_read: int) -> None:
     dataset, counts = outcome.dataset, outcome.counts
-    written = plan.count_lines(prepared.tokenized) + plan.count_lines(prepared.rejected)
+    written = count_lines(prepared.tokenized) + count_lines(prepared.rejected)
     if (
         not counts["accepted"] + counts["rejected"] == counts["stored"] == written
         or num_bytes != num_read

@@ -106,3 +106,8 @@ def generated_assets(recipe: Recipe) -> list[Asset]:
 def joined_asset(recipe: Recipe, name: str) -> Asset:
     """``validated``, ``extracted`` or ``drafter``: one event per new set over all datasets."""
     return Asset(f"drafter://{recipe.name}/{name}")
+
+
+def states_asset(recipe: Recipe) -> Asset:
+    """What training waits for: with a spool it makes its states itself, from validated rows."""
+    return joined_asset(recipe, "validated" if recipe.spools else "extracted")

@@ -25,7 +25,7 @@ from gpu_host.hooks import GpuHostHook
 from gpu_host.links import ReportLink
 from gpu_host.triggers import JobTrigger
 
-GPU_PHASES = frozenset({"generate", "extract", "train", "evaluate"})
+GPU_PHASES = frozenset({"generate", "extract", "spool", "train", "evaluate"})
 """They take slots of the recipe's pool, also while deferred (the pool must count deferred)."""
 
 START_TIMEOUT_S = 600
@@ -287,11 +287,19 @@ def what(
     restarting; not code, budgets or concurrency.
     """
     tree = recipe.as_json()
-    sections = {"prepare": ("generate",), "export": ("train",)}.get(phase, (phase,))
+    sections = {
+        "prepare": ("generate",),
+        "spool": ("extract", "train"),
+        "train": ("extract", "train") if recipe.spools else ("train",),
+        "export": ("train",),
+        "served": ("evaluate",),
+    }.get(phase, (phase,))
     value = {"phase": phase, "dataset": dataset, "target": tree["target"]}
     value |= {section: tree[section] for section in sections}
-    if phase == "extract":
+    if "extract" in sections:
         value["extract"] = recipe.extract.rules()
+    if phase == "evaluate":
+        value["evaluate"] = recipe.evaluate.rules()
     if phase == "prepare":
         limits = ("token_budget", "min_tokens")
         value["datasets"] = [
@@ -323,11 +331,13 @@ def _defaults(phase: str, recipe: Recipe, asset: str | Asset | None) -> dict[str
 
 def _slots(phase: str, recipe: Recipe) -> int:
     """Of the pool: a phase that loads the target's weights needs its share of the host's GPUs."""
-    if phase == "train":
-        return recipe.host.slots
+    slots = recipe.host.slots
+    share = max(1, slots // recipe.extract.jobs)
     if phase in ("extract", "evaluate"):
-        return max(1, recipe.host.slots // recipe.extract.jobs)
-    return 1
+        return share
+    # Of a spool both sides run at once, so neither may take all.
+    extracting = min(share, slots - 1) if recipe.spools else 0
+    return {"spool": extracting, "train": slots - extracting}.get(phase, 1)
 
 
 def last_digest(context: Any, asset: Asset) -> str | None:

@@ -73,7 +73,8 @@ def command(kind: str, port: int, scratch: Path) -> tuple[str, ...]:
 class RealSite(Host):
     """All eight prompt sets of the demo, small quotas, one engine."""
 
-    def __init__(self, root: Path, kind: str) -> None:
+    def __init__(self, root: Path, kind: str, flags: tuple[str, ...] = ()) -> None:
+        """``flags`` of the engine besides those of ``command``."""
         super().__init__(root / "workspace")
         self.kind = kind
         (port,) = free_ports(1)
@@ -94,7 +95,7 @@ class RealSite(Host):
                 "kind": "vllm" if kind == "vllm" else "sglang",
                 "urls": [f"http://127.0.0.1:{port}"],
                 "in_flight": IN_FLIGHT,
-                "start": command(kind, port, root),
+                "start": (*command(kind, port, root), *flags),
                 "lease_s": LEASE_S,
                 "ready_timeout_s": READY_S,
                 "queue_timeout_s": 60,

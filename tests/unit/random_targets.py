@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from drafter.files import file_record, write_section
 from drafter.job import Job
@@ -39,6 +40,70 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+OWN_CODE = {
+    "configuration_homemade.py": """
+from transformers import PretrainedConfig, Qwen3Config
+
+
+class HomemadeConfig(PretrainedConfig):
+    model_type = "homemade"
+    sub_configs = {"text_config": Qwen3Config}
+
+    def __init__(self, text_config=None, **kwargs):
+        self.text_config = Qwen3Config(**(text_config or {}))
+        super().__init__(**kwargs)
+""",
+    "modeling_homemade.py": """
+from transformers import PreTrainedModel, Qwen3ForCausalLM
+
+from .configuration_homemade import HomemadeConfig
+
+
+class Homemade(PreTrainedModel):
+    config_class = HomemadeConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.language_model = Qwen3ForCausalLM(config.text_config)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.language_model.get_input_embeddings()
+
+    def get_output_embeddings(self):
+        return self.language_model.get_output_embeddings()
+
+    def forward(self, input_ids, output_hidden_states=False, use_cache=False):
+        return self.language_model(
+            input_ids, output_hidden_states=output_hidden_states, use_cache=use_cache
+        )
+""",
+}
+"""A model that transformers does not know, a causal model inside another as Kimi-K2.5 is."""
+
+
+def save_own_code(directory: Path) -> Any:
+    """A checkpoint with code of its own; returns the causal model that is inside."""
+    inner = save_target(directory)
+    for path in directory.glob("model*"):
+        path.unlink()
+    weights = {f"language_model.{name}": w for name, w in inner.state_dict().items()}
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    for name, source in OWN_CODE.items():
+        (directory / name).write_text(source)
+    config = {
+        "model_type": "homemade",
+        "architectures": ["Homemade"],
+        "auto_map": {
+            "AutoConfig": "configuration_homemade.HomemadeConfig",
+            "AutoModelForCausalLM": "modeling_homemade.Homemade",
+        },
+        "text_config": orjson.loads((directory / "config.json").read_bytes()),
+    }
+    (directory / "config.json").write_bytes(orjson.dumps(config))
+    return inner
 
 
 def save_target(directory: Path, kind: str = "qwen3") -> Any:

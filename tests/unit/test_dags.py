@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -66,8 +67,6 @@ print("REPORT" + json.dumps(report, default=str))
 
 def parse(home: Path, recipe: Path | str) -> Any:
     """What a DAG processor sees, in a process of its own."""
-    import json
-
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", REPORT],
         env={
@@ -154,6 +153,26 @@ def test_a_pilot_and_its_approval_stand_before_each_dataset(scheduled: Any) -> N
 
 def test_training_is_over_all_datasets_and_offers_no_choice(parsed: Any) -> None:
     assert set(parsed["dags"]["train"]["params"]) == {"plan_only"}
+
+
+def test_a_spool_runs_beside_training_and_nothing_waits_for_extraction(
+    parsed: Any, scheduled: Any
+) -> None:
+    text = KIMI.read_text()
+    spooled = scheduled("", text.replace("[train]\n", "[train]\nspool_shards = 8\n"))
+    assert spooled["errors"] == []
+    plain, dag = parsed["dags"]["train"], spooled["dags"]["train"]
+    assert set(dag["tasks"]) == {*plain["tasks"], "spool"}
+    after = dag["after"]
+    assert {"spool", "train"} <= set(after["plan"])
+    assert (after["spool"], after["train"]) == (["datasets"], ["datasets"])
+    assert dag["pools"]["spool"] == "gpu" and "spool" in dag["named"]
+    uris = [json.dumps(report["dags"]["train"]["schedule"]) for report in (parsed, spooled)]
+    assert ["/extracted" in uri for uri in uris] == [True, False]
+    assert ["/validated" in uri for uri in uris] == [False, True]
+    assert spooled["dags"]["extract"]["schedule"]["__type"].endswith("NullTimetable")
+    for name in ("generate", "validate"):
+        assert set(spooled["dags"][name]["tasks"]) == set(parsed["dags"][name]["tasks"])
 
 
 def test_the_form_is_a_schema_that_refuses_what_is_wrong(parsed: Any) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,13 @@ from unit.random_targets import (
     write_tokenized,
 )
 
-from drafter.backends import OpenBackend
-from drafter.backends.transformers import TransformersBackend
 from drafter.errors import DataError
 from drafter.extract import extract, run
 from drafter.files import read_json, read_section
 from drafter.job import Job
 from drafter.layout import HiddenStates
 from drafter.plan import decide
-from drafter.shards import Features, read_rows, read_shard, shard_paths
+from drafter.shards import read_rows, read_shard, shard_paths
 from drafter.target_head import load_head
 
 
@@ -208,130 +205,6 @@ def test_tokenized_data_that_changed_since_validate_is_refused(
         file.write(b"{}\n")
     with pytest.raises(DataError, match="not as validate left it"):
         run(job)
-
-
-# Engines that are wrong. Each fault begins at a call, as a cache hit or a restarted server does.
-
-
-class Wrong(TransformersBackend):
-    """The target, spoiled from call ``begin`` on."""
-
-    begin = 0
-
-    def __init__(self, directory: Path, dtype: torch.dtype, aux_layers: Sequence[int]) -> None:
-        super().__init__(directory, dtype, self.watched(aux_layers))
-        self.calls = 0
-
-    def watched(self, aux_layers: Sequence[int]) -> Sequence[int]:
-        return aux_layers
-
-    def features(self, batch: list[list[int]]) -> list[Features]:
-        right = super().features(batch)
-        self.calls += 1
-        return self.spoil(right) if self.calls > self.begin else right
-
-    def spoil(self, right: list[Features]) -> list[Features]:
-        return right
-
-
-class Shifted(Wrong):
-    def spoil(self, right: list[Features]) -> list[Features]:
-        return [Features(f.aux_TAD.roll(1, 0), f.final_TD.roll(1, 0)) for f in right]
-
-
-class LayerOff(Wrong):
-    def watched(self, aux_layers: Sequence[int]) -> Sequence[int]:
-        return [k + 1 for k in aux_layers]
-
-
-class Normed(Wrong):
-    def spoil(self, right: list[Features]) -> list[Features]:
-        return [Features(f.aux_TAD, self.head().normed(f.final_TD)) for f in right]
-
-
-class Swapped(Wrong):
-    """Rows of a batch trade places; each is as long as asked for."""
-
-    def spoil(self, right: list[Features]) -> list[Features]:
-        longer = [right[0], *right[:-1]]
-        return [
-            Features(there.aux_TAD[: len(here.aux_TAD)], there.final_TD[: len(here.final_TD)])
-            for here, there in zip(right, longer, strict=True)
-        ]
-
-
-class CacheHit(Wrong):
-    def spoil(self, right: list[Features]) -> list[Features]:
-        return [Features(f.aux_TAD[3:], f.final_TD[3:]) for f in right]
-
-
-class RowLost(Wrong):
-    def spoil(self, right: list[Features]) -> list[Features]:
-        return right[1:]
-
-
-class NotFinite(Wrong):
-    def spoil(self, right: list[Features]) -> list[Features]:
-        right[-1].aux_TAD[0, 0, 0] = torch.nan
-        return right
-
-
-class Constant(Wrong):
-    def spoil(self, right: list[Features]) -> list[Features]:
-        right[-1].final_TD[:] = 1.5
-        return right
-
-
-class Repeated(Wrong):
-    def spoil(self, right: list[Features]) -> list[Features]:
-        right[-1].final_TD[1:] = right[-1].final_TD[0]
-        return right
-
-
-class NormMissing(Wrong):
-    def logits_rows(self, final_TD: torch.Tensor) -> torch.Tensor:
-        return final_TD @ self.head().lm_head.T
-
-
-class LateShifted(Shifted):
-    begin = 2
-
-
-class LateNormed(Normed):
-    begin = 2
-
-
-class LateSwapped(Swapped):
-    begin = 1
-
-
-@pytest.mark.parametrize(
-    ("engine", "cause"),
-    [
-        (Shifted, "row off by one, position t holds the state of t - 1"),
-        (LayerOff, "layer off by +1"),
-        (Normed, "the last norm is already applied"),
-        (Swapped, "rows of its neighbour"),
-        (CacheHit, "prefix-cache hit or chunked prefill"),
-        (RowLost, "rows for a batch of"),
-        (NotFinite, "is not finite at 1 of"),
-        (Constant, "a buffer that the engine never filled"),
-        (Repeated, "one row was copied over several"),
-        (NormMissing, "logits miss the last norm"),
-        (LateShifted, "row off by one, position t holds the state of t - 1"),
-        (LateNormed, "the last norm is already applied"),
-        (LateSwapped, "differs from the same row computed alone"),
-    ],
-)
-def test_a_wrong_engine_is_stopped_with_the_sample_and_the_cause(
-    tmp_path: Path, target: Target, engine: OpenBackend, cause: str
-) -> None:
-    job = validated_job(tmp_path, target.directory, target.rows, min_argmax_share=0.95)
-    with pytest.raises(DataError, match=re.escape(cause)) as refused:
-        extract(job, engine)
-    assert re.match("B1-00", str(refused.value))
-    if "Late" not in engine.__name__:
-        assert list(hidden_of(job).root.iterdir()) == []
 
 
 # Kills.

@@ -62,6 +62,10 @@ def matches(target: Target, row: Row) -> int:
     return int((predicted == row.input_ids_T[start:]).sum())
 
 
+def compared(rows: list[Row]) -> list[int]:
+    return [len(row.input_ids_T) - max(row.prompt_tokens, 1) for row in rows]
+
+
 # Faults: each takes the target, a row's true states and a neighbour's, and gives wrong states.
 
 
@@ -138,7 +142,7 @@ def test_states_that_are_not_those_of_a_plain_forward_are_refused(
             fault(target, row, other),
             AUX_LAYERS,
             target.reference(row),
-            target.head,
+            lambda: target.head,
             ((r.sample_id, target.reference(r)) for r in target.rows[1:]),
         )
     assert str(refused.value).startswith("B1-0000: ")
@@ -147,7 +151,7 @@ def test_states_that_are_not_those_of_a_plain_forward_are_refused(
 def test_right_states_pass_the_reference_with_a_tiny_error(target: Target) -> None:
     for row in target.rows:
         error = gates.check_reference(
-            row.sample_id, features(row), AUX_LAYERS, target.reference(row), target.head, []
+            row.sample_id, features(row), AUX_LAYERS, target.reference(row), lambda: target.head, []
         )
         assert error < 1e-5
 
@@ -156,17 +160,19 @@ def test_bfloat16_rounding_passes_and_a_shift_of_bfloat16_states_does_not(target
     row = target.rows[0]
     half = Features(row.aux_TAD.bfloat16(), row.final_TD.bfloat16())
     reference = target.reference(row)
-    assert gates.check_reference("s", half, AUX_LAYERS, reference, target.head, []) < 0.01
+    assert gates.check_reference("s", half, AUX_LAYERS, reference, lambda: target.head, []) < 0.01
     late = Features(half.aux_TAD.roll(1, 0), half.final_TD.roll(1, 0))
     with pytest.raises(DataError, match=LATE):
-        gates.check_reference("s", late, AUX_LAYERS, reference, target.head, [])
+        gates.check_reference("s", late, AUX_LAYERS, reference, lambda: target.head, [])
 
 
 def test_a_head_that_is_not_the_targets_is_refused(target: Target) -> None:
     row = target.rows[0]
     other = replace(target.head, lm_head=target.head.lm_head * 1.5)
     with pytest.raises(DataError, match="head is more than RMS norm and one matrix"):
-        gates.check_reference("s", features(row), AUX_LAYERS, target.reference(row), other, [])
+        gates.check_reference(
+            "s", features(row), AUX_LAYERS, target.reference(row), lambda: other, []
+        )
 
 
 @pytest.mark.parametrize(
@@ -190,63 +196,64 @@ def spoiled(row: Row, **parts: Any) -> Features:
     return replace(features(row), **parts)
 
 
-def nan_somewhere(row: Row) -> Features:
-    aux = row.aux_TAD.clone()
-    aux[3, 1, 5] = torch.nan
-    return spoiled(row, aux_TAD=aux)
+# Layer 0.
 
 
-def infinite_somewhere(row: Row) -> Features:
-    final = row.final_TD.clone()
-    final[2, 0] = torch.inf
-    return spoiled(row, final_TD=final)
-
-
-def last_row_never_filled(row: Row) -> Features:
-    final = row.final_TD.clone()
-    final[-1] = 0
-    return spoiled(row, final_TD=final)
-
-
-def one_row_repeated(row: Row) -> Features:
-    aux = row.aux_TAD.clone()
-    aux[1:4] = aux[1]
-    return spoiled(row, aux_TAD=aux)
-
-
-def first_rows_missing(row: Row) -> Features:
-    return Features(row.aux_TAD[4:], row.final_TD[4:])
-
-
-def a_layer_missing(row: Row) -> Features:
-    return spoiled(row, aux_TAD=row.aux_TAD[:, 1:])
-
-
-def half_precision(row: Row) -> Features:
-    return spoiled(row, final_TD=row.final_TD.half())
-
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("spoil", "sentence"),
+    ("spoil", "cause"),
     [
-        (nan_somewhere, "aux layer 3 is not finite at 1 of 15 tokens, first at 3"),
-        (infinite_somewhere, "final is not finite"),
-        (last_row_never_filled, "final is constant at 1 of 15 tokens, first at 14"),
-        (one_row_repeated, "aux layer 1 repeats its state"),
-        (first_rows_missing, "11 states for 15 tokens.*prefix-cache hit or chunked prefill"),
-        (a_layer_missing, "started for other layers"),
-        (half_precision, "states are torch.float16"),
+        (lambda rows_TD, _: rows_TD.roll(1, 0), LATE),
+        (lambda rows_TD, _: rows_TD.roll(-1, 0), EARLY),
+        (lambda rows_TD, _: rows_TD * 5.657, r"scales its embeddings by 5\.6"),
+        (lambda _, reference: reference.layers[1], r"layer off by \+1"),
+        (lambda rows_TD, _: rows_TD * 1.02, r"scales its embeddings by 1\.02"),
+        (lambda rows_TD, _: rows_TD + 0.1, "none of the known faults fits"),
     ],
-    ids=lambda f: getattr(f, "__name__", ""),
+    ids=["late", "early", "scaled", "layer above", "slightly scaled", "moved"],
 )
-def test_states_that_no_target_has_are_refused(
-    target: Target, spoil: Callable[[Row], Features], sentence: str
+def test_a_layer_0_that_is_not_the_embedding_of_the_ids_is_refused(
+    target: Target, spoil: Callable[[Any, Any], torch.Tensor], cause: str, dtype: torch.dtype
 ) -> None:
     row = target.rows[0]
-    ids = row.input_ids_T.tolist()
-    gates.check_form(row.sample_id, ids, features(row), AUX_LAYERS, 32, torch.float32)
-    with pytest.raises(DataError, match=sentence):
-        gates.check_form(row.sample_id, ids, spoil(row), AUX_LAYERS, 32, torch.float32)
+    rows_TD, reference = target.head.embed[row.input_ids_T], target.reference(row)
+    gates.check_low_layer("s", rows_TD.to(dtype), 0, reference.layers, [])
+    gates.check_low_layer("s", rows_TD.to(dtype), 0, [rows_TD], [])
+    with pytest.raises(DataError, match=f"^s: layer 0 differs.*{cause}"):
+        gates.check_low_layer("s", spoil(rows_TD, reference).to(dtype), 0, reference.layers, [])
+
+
+def test_a_layer_0_of_other_precision_or_of_a_neighbour_is_named(target: Target) -> None:
+    row, other = target.rows[:2]
+    rows_TD = target.head.embed[row.input_ids_T]
+    with pytest.raises(DataError, match="computes in bfloat16"):
+        gates.check_low_layer("s", rows_TD.bfloat16().float(), 0, [rows_TD], [])
+    others_TD = target.head.embed[other.input_ids_T]
+    got_TD = torch.cat([others_TD, rows_TD[len(others_TD) :]])[: len(rows_TD)]
+    with pytest.raises(DataError, match="rows of its neighbour n"):
+        gates.check_low_layer("s", got_TD, 0, [rows_TD], [("n", others_TD)])
+
+
+def test_a_scaled_layer_0_passes_where_a_plain_forward_scales_too(target: Target) -> None:
+    rows_TD = target.head.embed[target.rows[0].input_ids_T] * 5.656854
+    assert gates.check_low_layer("s", rows_TD.bfloat16(), 0, [rows_TD], []) < 0.01
+
+
+def test_only_the_layers_that_a_plain_forward_ran_are_compared(target: Target) -> None:
+    row = target.rows[0]
+    whole = target.reference(row)
+    first = gates.Reference(whole.layers[: AUX_LAYERS[0] + 1])
+
+    def unused() -> TargetHead:
+        raise AssertionError("a head was read for nothing")
+
+    assert gates.check_reference("s", features(row), AUX_LAYERS, first, unused, []) < 1e-5
+    later_wrong = layer_above(target, row, row).aux_TAD
+    later_wrong[:, 0] = row.aux_TAD[:, 0]
+    got = spoiled(row, aux_TAD=later_wrong)
+    assert gates.check_reference("s", got, AUX_LAYERS, first, unused, []) < 1e-5
+    with pytest.raises(DataError, match=r"aux layer 1 differs.*layer off by -1"):
+        gates.check_reference("s", layer_below(target, row, row), AUX_LAYERS, first, unused, [])
 
 
 @pytest.mark.parametrize(
@@ -270,17 +277,25 @@ def test_states_that_do_not_predict_the_response_are_refused(
     ]
     counts = [matches(target, row) for row in rows]
     with pytest.raises(DataError, match=cause):
-        gates.check_next_tokens(rows, counts, 0.95, lambda: target.head)
+        gates.check_next_tokens(rows, counts, compared(rows), 0.95, lambda: target.head)
 
 
 def test_an_engine_whose_logits_miss_the_last_norm_is_named(target: Target) -> None:
     with pytest.raises(DataError, match="the engine's own logits miss the last norm"):
-        gates.check_next_tokens(target.rows, [0] * 4, 0.95, lambda: target.head)
+        gates.check_next_tokens(
+            target.rows, [0] * 4, compared(target.rows), 0.95, lambda: target.head
+        )
 
 
 def test_greedy_rows_predict_themselves(target: Target) -> None:
     counts = [matches(target, row) for row in target.rows]
-    assert gates.check_next_tokens(target.rows, counts, 0.99, lambda: target.head) == 1.0
+    numbers = counts, compared(target.rows)
+    assert gates.check_next_tokens(target.rows, *numbers, 0.99, lambda: target.head) == 1.0
+
+
+def test_a_row_of_which_nothing_was_compared_is_never_the_worst(target: Target) -> None:
+    with pytest.raises(DataError, match=r"^B1-0002: .* for 1 of its 4 response tokens and 28\.6%"):
+        gates.check_next_tokens(target.rows, [0, 1, 1, 0], [0, 3, 4, 0], 0.95, lambda: target.head)
 
 
 @pytest.mark.parametrize(

@@ -352,3 +352,35 @@ def test_a_phase_that_loads_weights_takes_its_share_of_the_gpus(
     tree = {**RECIPE.as_json(), "extract": {"jobs": jobs}}
     task = phase(FakeHost(DONE), phase=name, recipe=parse_recipe(tree, "test"))
     assert (task.pool, task.pool_slots) == ("gpu", slots)
+
+
+@pytest.mark.parametrize(
+    ("slots", "jobs", "spool", "train"), [(2, 1, 1, 1), (4, 1, 3, 1), (4, 2, 2, 2), (8, 8, 1, 7)]
+)
+def test_both_sides_of_a_spool_fit_into_the_pool(
+    slots: int, jobs: int, spool: int, train: int
+) -> None:
+    tree = RECIPE.as_json()
+    changes = {
+        "host": {**tree["host"], "slots": slots},
+        "extract": {"jobs": jobs},
+        "train": {"spool_shards": 4},
+    }
+    recipe = parse_recipe({**tree, **changes}, "test")
+    taken = {
+        name: phase(FakeHost(DONE), phase=name, dataset="all", recipe=recipe).pool_slots
+        for name in ("spool", "train")
+    }
+    assert taken == {"spool": spool, "train": train}
+
+
+def test_a_spool_is_told_what_it_makes_and_for_whom() -> None:
+    def what(**train: Any) -> str:
+        recipe = parse_recipe({**RECIPE.as_json(), "train": {"spool_shards": 4, **train}}, "test")
+        host = FakeHost(STARTED)
+        with pytest.raises(TaskDeferred):
+            phase(host, phase="spool", dataset="all", recipe=recipe, asset=None).execute(context())
+        assert json.loads(host.stdin)["lock"] == "/w/jobs/spool/all/.lock"
+        return str(json.loads(host.stdin)["what"])
+
+    assert what() == what() != what(seed=1)

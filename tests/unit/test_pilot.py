@@ -44,7 +44,7 @@ def pilot(site: Site, **job: Any) -> None:
 
 def approve(site: Site, by: str = "Ada") -> None:
     identity = generation_identity(site.recipe)
-    pending = plan.pending_pilot(DATASET, site.job().workspace, site.recipe, identity)
+    pending = approval.pending_of(DATASET, site.job().workspace, site.recipe, identity)
     assert pending is not None and pending.is_complete
     approval.give(site.prepared, pending, identity, by, "run:1")
 

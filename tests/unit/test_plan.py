@@ -270,6 +270,60 @@ def test_how_often_training_saves_does_not_make_another_run(
     assert run_name(workspace, longer) != run_name(workspace, recipe)
 
 
+def test_a_spooled_training_depends_on_the_tokenized_rows_and_no_shard(
+    tmp_path: Path, workspace: Workspace, recipe: Recipe
+) -> None:
+    def spooling(extract: dict[str, Any] | None = None, **train: Any) -> Recipe:
+        return make_recipe(tmp_path, extract=extract or {}, train={"spool_shards": 4, **train})
+
+    prepare(workspace, recipe)
+    for name in recipe.dataset_names:
+        generate(workspace, recipe, name)
+    validate(workspace, recipe, "B1")
+    plan = decide("train", "all", workspace, spooling())
+    assert (plan.action, "B2: validate has not finished" in plan.reason) == ("wait", True)
+    validate(workspace, recipe, "B2")
+    first = run_name(workspace, spooling())
+    for same in (
+        spooling(checkpoint_every_steps=3),
+        spooling(spool_shards=9, spool_patience_s=7),
+        spooling({"min_argmax_share": 0.2, "jobs": 3}),
+    ):
+        assert run_name(workspace, same) == first
+    for other in (spooling(seed=1), spooling({"max_length": 99})):
+        assert run_name(workspace, other) != first
+    workspace.prepared("B2").tokenized.write_text('{"other":1}\n')
+    files = {"tokenized_data.jsonl": file_record(workspace.prepared("B2").tokenized)}
+    write_section(workspace.prepared("B2").manifest, "validate", {"files": files, "counts": {}})
+    assert run_name(workspace, spooling()) != first
+
+
+def test_a_spool_is_done_when_its_training_is(
+    tmp_path: Path, workspace: Workspace, recipe: Recipe
+) -> None:
+    spooled = make_recipe(tmp_path, train={"spool_shards": 4})
+    prepare(workspace, recipe)
+    for name in recipe.dataset_names:
+        generate(workspace, recipe, name)
+        validate(workspace, recipe, name)
+
+    def left(phase: str) -> None:
+        section = {"inputs": inputs(phase, "all", workspace, spooled), "counts": {}, "files": {}}
+        write_section(workspace.drafter(run_name(workspace, spooled)).manifest, phase, section)
+
+    assert decide("spool", "all", workspace, spooled).reason == "not done yet"
+    left("spool")
+    plan = decide("spool", "all", workspace, spooled)
+    assert (plan.action, plan.reason) == ("start", "training needs its states once more")
+    left("train")
+    for phase in ("spool", "train"):
+        assert decide(phase, "all", workspace, spooled).action == "done"
+    extraction = decide("extract", "B1", workspace, spooled)
+    assert extraction.reason.endswith("the recipe spools: the train DAG makes its states itself")
+    with pytest.raises(RecipeError, match=r"does not spool: set train\.spool_shards"):
+        decide("spool", "all", workspace, recipe)
+
+
 @pytest.mark.parametrize("left", ["section", "failures", "half a row", "nothing"])
 def test_a_restart_is_offered_whatever_generate_left(
     left: str, workspace: Workspace, recipe: Recipe

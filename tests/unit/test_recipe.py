@@ -128,6 +128,21 @@ def test_a_recipe_is_named_after_its_file(recipe_file: Path) -> None:
             "datasets.0.max_prompt_tokens = 0",
             id="cap of a dataset",
         ),
+        pytest.param(
+            "[host]",
+            "[train]\nspool_shards = 4\n[host]\nslots = 1",
+            "train.spool_shards needs host.slots of 2 at least, got 1",
+            id="spool on one slot",
+        ),
+        pytest.param(
+            "[host]",
+            "[train]\nspool_shards = 4\nno_states_baseline = true\n[host]",
+            "switch one of the two off",
+            id="spool and baseline",
+        ),
+        pytest.param(
+            "[host]", "[train]\nspool_shards = 1\n[host]", "train.spool_shards = 1", id="spool of 1"
+        ),
         pytest.param('name = "B1"', 'name = "all"', "call the dataset something else", id="all"),
         pytest.param('name = "B1"', 'name = "a/b"', "datasets.0.name = 'a/b'", id="path in name"),
         pytest.param('path = "/models/t"', "path = ", "is not TOML", id="not toml"),

@@ -16,6 +16,7 @@ from drafter.errors import DataError
 from drafter.files import file_record, write_section
 from drafter.layout import HiddenStates
 from drafter.shards import (
+    NORMS,
     Shard,
     ShardHeader,
     read_header,
@@ -58,9 +59,11 @@ def tensors(shard: Shard) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_shard_reads_back_as_it_was_written(tmp_path: Path, dtype: str) -> None:
+def test_a_shard_reads_back_as_it_was_written(tmp_path: Path, dtype: str, norm: str) -> None:
     path, shard = tmp_path / "shard.safetensors", make_shard(dtype=dtype)
+    shard = replace(shard, header=replace(shard.header, norm=norm))
     assert write_shard(path, shard) == file_record(path)
     back = read_shard(path)
     assert back.header == shard.header == read_header(path)
@@ -117,8 +120,8 @@ def foreign(path: Path) -> None:
     save_file({"a": torch.ones(1)}, path)
 
 
-def after_the_norm(path: Path) -> None:
-    save_file(load_file(path), path, {**metadata_of(path), "norm": "after"})
+def beside_the_norm(path: Path) -> None:
+    save_file(load_file(path), path, {**metadata_of(path), "norm": "beside"})
 
 
 def one_row_short(path: Path) -> None:
@@ -139,7 +142,7 @@ def metadata_of(path: Path) -> dict[str, str]:
         (empty, "cannot be read"),
         (Path.unlink, "cannot be read"),
         (foreign, "it is not a shard"),
-        (after_the_norm, "norm 'after'"),
+        (beside_the_norm, "norm 'beside'"),
         (one_row_short, "do not fit together"),
     ],
 )

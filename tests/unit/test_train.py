@@ -68,10 +68,11 @@ def test_one_batch_is_learnt_by_heart(tmp_path):
     rows = corpus.collect(site.workspace, site.recipe)
     head = corpus.read_head(site.recipe, rows)
     drafter = train.untrained(site.recipe, rows, head)
-    trainer = train.Trainer(site.recipe.train, rows.trained, head)
+    trainer = train.Trainer(site.recipe.train, head)
+    batch = [entry.read() for entry in rows.trained]
     optimizer = torch.optim.AdamW(drafter.parameters())
     judge = head.lm_head[drafter.draft_ids]
-    steps = [trainer.step(i, rows.trained, drafter, optimizer, judge) for i in range(1, 150)]
+    steps = [trainer.step(i, batch, drafter, optimizer, judge) for i in range(1, 150)]
     assert all(steps[-1][f"acc_{i}"] > 0.99 for i in range(3))
 
 
@@ -171,11 +172,12 @@ def test_a_loss_that_is_not_finite_names_the_samples(tmp_path, guilty):
         head = corpus.read_head(site.recipe, found)
         drafter = train.untrained(site.recipe, found, head)
         drafter.fc.weight.data[0, 0] = float("inf")
-        trainer = train.Trainer(site.recipe.train, found.trained, head)
+        trainer = train.Trainer(site.recipe.train, head)
+        batch = [entry.read() for entry in found.trained]
         optimizer = torch.optim.AdamW(drafter.parameters())
         with pytest.raises(DataError, match=r"finite states, in a batch of B1-.* and \d+ more"):
             judge = head.lm_head[drafter.draft_ids]
-            trainer.step(1, found.trained, drafter, optimizer, judge)
+            trainer.step(1, batch, drafter, optimizer, judge)
 
 
 @pytest.mark.parametrize(

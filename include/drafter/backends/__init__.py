@@ -5,7 +5,8 @@
     sglang          an SGLang server's auxiliary layers; JSON, small models and cross-checks
 
 Layer ids are HF ``hidden_states`` indices everywhere (k is the input of decoder layer k, 0 the
-embeddings); a backend converts them to what its engine counts. None is believed: drafter.gates.
+embeddings); a backend converts them to what its engine counts. None is believed: drafter.gates
+and drafter.batch_gates.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class Backend(Protocol):
     the output matrix is not on the engine's own device, all of them would take longer than their
     states."""
 
+    low_layer: int
+    """A layer below the auxiliary ones that ``features`` may give beside them, as ``low_TD``: what
+    a target too large for this process is still compared in."""
+
     def features(self, batch: list[list[int]]) -> list[Features]:
         """States of each row, in order, in the stored dtype.
 
@@ -40,8 +45,8 @@ class Backend(Protocol):
         """
 
     def reference(self, input_ids: list[int]) -> Reference | None:
-        """One row, computed without anything that ``features`` uses; None when the target is too
-        large for that and ``features`` gives layer 0 instead."""
+        """One row, or its first layers, computed without anything that ``features`` uses; None
+        when even these are too large, or quantised, for this process."""
 
     def logits_rows(self, final_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] -> [T, V]: lm_head(norm(final))."""

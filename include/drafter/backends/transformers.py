@@ -18,18 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from safetensors import SafetensorError
 from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from drafter.backends.target_model import load_target, plain_forward, text_decoder
 from drafter.errors import RecipeError
 from drafter.gates import Reference
 from drafter.shards import Features
 from drafter.target_head import TargetHead, load_head
-
-_REFERENCE_LOGITS = 64
-"""Last tokens of a reference row whose logits are made: enough to judge a head of any size."""
 
 
 class TransformersBackend:
@@ -40,15 +35,21 @@ class TransformersBackend:
     """
 
     checked_tokens = sys.maxsize
+    low_layer = 0
 
     def __init__(self, target_dir: Path, dtype: torch.dtype, aux_layers: Sequence[int]) -> None:
         gpus = torch.cuda.device_count()
         self._target_dir = target_dir
         self._dtype = dtype
-        self._model = _load(target_dir, dtype if gpus else torch.float32, gpus)
-        self._decoder = _decoder(self._model, target_dir)
+        self._model = load_target(target_dir, dtype if gpus else torch.float32, gpus)
+        self._decoder = text_decoder(self._model, target_dir)
         self._input_device = self._model.get_input_embeddings().weight.device
         self._output = self._model.get_output_embeddings()
+        if self._output is None:
+            raise RecipeError(
+                f"target {target_dir} is a {type(self._model).__name__} without an output matrix: "
+                "extract through a server of the target"
+            )
         self._layers: nn.ModuleList = self._decoder.layers
         wrong = [k for k in aux_layers if not 0 <= k < len(self._layers)]
         if wrong:
@@ -87,17 +88,8 @@ class TransformersBackend:
         ]
 
     def reference(self, input_ids: list[int]) -> Reference:
-        """One row through the whole model as transformers itself runs it, on the CPU in float32."""
-        output = self._model(
-            input_ids=torch.tensor([input_ids], device=self._input_device),
-            output_hidden_states=True,
-            use_cache=False,
-            logits_to_keep=_REFERENCE_LOGITS,
-        )
-        states = [layer[0].float().cpu() for layer in output.hidden_states]
-        return Reference(
-            layers=states[:-1], normed_TD=states[-1], logits_LV=output.logits[0].float().cpu()
-        )
+        """One row through the whole model as transformers itself runs it."""
+        return plain_forward(self._model, input_ids)
 
     def logits_rows(self, final_TD: torch.Tensor) -> torch.Tensor:
         """lm_head(norm(final)) with the model's own modules: [T, D] -> [T, V]."""
@@ -127,50 +119,3 @@ class TransformersBackend:
                 use_cache=False,
             )
         return [entering[module] for module in watched]
-
-
-def _load(target_dir: Path, dtype: torch.dtype, gpus: int) -> Any:
-    """The model, whole: a weight that the checkpoint lacks would be random without a word."""
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        config = transformers.AutoConfig.from_pretrained(target_dir, local_files_only=True)
-        causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        auto = (
-            transformers.AutoModelForCausalLM
-            if causal
-            else transformers.AutoModelForImageTextToText
-        )
-        model, info = auto.from_pretrained(
-            target_dir,
-            dtype=dtype,
-            local_files_only=True,
-            output_loading_info=True,
-            device_map="auto" if gpus > 1 else None,
-        )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        sentence = str(error).strip().splitlines()[0]
-        raise RecipeError(
-            f"target {target_dir} cannot be loaded ({sentence}): correct target.path, or extract "
-            "through a server of the target"
-        ) from None
-    missing = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
-    if missing:
-        raise RecipeError(
-            f"target {target_dir} lacks {len(missing)} weights, first {missing[0]}: complete the "
-            "checkpoint"
-        )
-    model.eval().requires_grad_(False)
-    return model.to("cuda") if gpus == 1 else model
-
-
-def _decoder(model: Any, target_dir: Path) -> Any:
-    """The text decoder, inside a multimodal model too: embeddings, ``layers``, ``norm``."""
-    decoder = model.get_decoder()
-    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(
-        decoder, "norm"
-    ):
-        raise RecipeError(
-            f"target {target_dir} is a {type(model).__name__} without decoder layers and a last "
-            "norm by those names: extract through a server of the target"
-        )
-    return decoder

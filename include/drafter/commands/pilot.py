@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from drafter.commands import ADD_YES, Add, count, prepared_of, print_json, recipe_of, workspace_of
 from drafter.errors import DataError, RecipeError
-from drafter.files import locked
+from drafter.files import count_lines, locked
 from drafter.layout import Prepared, Workspace
 from drafter.terminal import one_line
 
@@ -54,7 +54,7 @@ def _show(
 ) -> None:
     """As JSON {action, reason} of the plan; where a person is asked, {rejected} too: null, or where
     the pilot is that they rejected in this run; and what :func:`drafter.pilot.report` gives."""
-    from drafter import pilot, plan
+    from drafter import approval, pilot, plan
     from drafter.identity import generation_identity
     from drafter.sessions import refuse_other_identity
 
@@ -69,7 +69,7 @@ def _show(
     )
     answer: dict[str, Any] = {"action": decision.action, "reason": decision.reason}
     identity = generation_identity(recipe)
-    pending = plan.pending_pilot(arguments.dataset, workspace, recipe, identity)
+    pending = approval.pending_of(arguments.dataset, workspace, recipe, identity)
     if pending and recipe.pilot and decision.action in ("pilot", "approve"):
         refuse_other_identity(prepared, identity)
         archive = pilot.rejected(prepared, arguments.run_id)
@@ -89,7 +89,7 @@ def _answer(
     arguments: argparse.Namespace, workspace: Workspace, recipe: Recipe, prepared: Prepared
 ) -> None:
     """Both answers can be given twice. With ``--yes`` the caller holds the dataset's lock."""
-    from drafter import approval, pilot, plan, rewrite
+    from drafter import approval, pilot, rewrite
     from drafter.identity import generation_identity
     from drafter.sessions import refuse_other_identity
 
@@ -98,7 +98,7 @@ def _answer(
         rewrite.finish(prepared)
     identity = generation_identity(recipe)
     refuse_other_identity(prepared, identity)
-    pending = plan.pending_pilot(name, workspace, recipe, identity)
+    pending = approval.pending_of(name, workspace, recipe, identity)
     if pending is None:
         given = approval.given(prepared, identity)
         said = f"its pilot was approved by {given['by']}" if given else "it has no prompts"
@@ -127,7 +127,7 @@ def _answer(
         approval.give(prepared, pending, identity, by, arguments.run_id)
         print(f"{name}: {by} approved the pilot of {pending.num_rows:,} rows")
     else:
-        num_failed = plan.count_lines(prepared.failed)
+        num_failed = count_lines(prepared.failed)
         where, gone = pilot.reject(prepared, pending, arguments.run_id)
         print(
             f"{name}: {by} rejected the pilot: {gone.num_rows:,} answers with {gone.num_tokens:,}"

@@ -161,7 +161,7 @@ def _repair(arguments: argparse.Namespace) -> int:
 
 def _discard(arguments: argparse.Namespace) -> int:
     from drafter import discard, rewrite
-    from drafter.plan import count_lines
+    from drafter.files import count_lines
     from drafter.terminal import utc
 
     prepared = prepared_of(workspace_of(arguments), arguments.dataset)

@@ -22,7 +22,7 @@ class Host(Section):
 
     slots: int = Field(default=4, ge=1)
     """GPU jobs at once: generate takes one slot, train all, extract and evaluate as
-    ``extract.jobs`` says."""
+    ``extract.jobs`` says. Where the recipe spools, extraction and training share them."""
 
     lease_s: float = Field(default=900, ge=5)
     """A job that nobody has renewed for so long stops itself: longer than any triggerer outage."""

@@ -11,6 +11,9 @@ from drafter.sections.section import EnvironmentName, Section
 _EXTRACT_WHERE = {"urls", "api_key_env", "timeout_s", "jobs", "forecast_tflops"}
 """Who makes the states, how fast and how many at once: it decides nothing about them."""
 
+_TRAIN_HOW = {"start_from", "checkpoint_every_steps", "spool_shards", "spool_patience_s"}
+"""How often training saves, and how its states reach it: none decides a weight."""
+
 
 class Extract(Section):
     """How the target's hidden states are made, and when they are believed."""
@@ -70,9 +73,16 @@ class Extract(Section):
         return self.model_dump(mode="json", exclude=_EXTRACT_WHERE)
 
 
+_DRAFT_VOCAB_SIZE = 32_000
+
+
 class Train(Section):
+    start_from: str | None = Field(default=None, min_length=1)
+    """Directory *on the GPU host* of an EAGLE-3 drafter to train further, as SGLang, SafeAILab,
+    SpecForge or speculators write it; by default a new one is trained."""
+
     steps: int = Field(default=20_000, ge=0)
-    """Optimiser steps. 0 exports the untrained drafter."""
+    """Optimiser steps. 0 exports the untrained drafter, or the one of start_from."""
 
     batch_tokens: int = Field(default=8192, ge=2)
     """Packed tokens per step."""
@@ -89,11 +99,12 @@ class Train(Section):
     clip_norm: float = Field(default=0.5, gt=0)
     seed: int = Field(default=0, ge=0)
 
-    draft_vocab_size: int = Field(default=32_000, ge=1)
-    """Most frequent response tokens that the drafter can propose; capped at the target's size."""
+    draft_vocab_size: int | None = Field(default=None, ge=1)
+    """Most frequent response tokens that the drafter can propose, capped at the target's size;
+    default: that of start_from, or 32 000."""
 
     intermediate_size: int | None = Field(default=None, ge=1)
-    """Of the drafter's MLP; default: the target's dense one."""
+    """Of the drafter's MLP; default: that of start_from, or the target's dense one."""
 
     held_out_share: float = Field(default=0.02, gt=0, lt=1)
     """Of sample ids, by hash: never trained on, used to evaluate."""
@@ -102,6 +113,29 @@ class Train(Section):
 
     no_states_baseline: bool = False
     """Also train the same drafter with its auxiliary states zeroed, to measure what they give."""
+
+    spool_shards: int | None = Field(default=None, ge=2)
+    """None: train from what the extract DAG stored. A number N: no states are stored; the train DAG
+    makes them beside training, every epoch anew, at most N shards of ``extract.shard_tokens`` ahead
+    of it, and deletes what has been trained on. The disk holds N + 1 shards, whatever the number of
+    tokens: all states of a large target do not fit (57 KB per token for Kimi-K2.5, 4.6 TB for 80
+    million). Each epoch costs a pass of the target. Two at least: one in use, one being made."""
+
+    spool_patience_s: float = Field(default=1800, gt=0)
+    """The two jobs of a spool wait for each other; when one has been gone for so long, the other
+    ends as busy, to be retried: longer than a retry takes (15 minutes) and a target loads."""
+
+    @property
+    def new_draft_vocab_size(self) -> int:
+        """Of a drafter that nothing is started from."""
+        return self.draft_vocab_size or _DRAFT_VOCAB_SIZE
+
+    def rules(self) -> dict[str, Any]:
+        """What the trained drafter depends on; a start counts by its content, not by its path."""
+        rules = self.model_dump(mode="json", exclude=_TRAIN_HOW)
+        if self.start_from is None:
+            rules["draft_vocab_size"] = self.new_draft_vocab_size
+        return rules
 
 
 class ServedDrafter(Section):

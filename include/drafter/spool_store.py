@@ -1,0 +1,175 @@
+"""The spool on disk: how extraction stays a few shards ahead of a training that deletes them.
+
+``spool/<run>/``::
+
+    shard-000123.safetensors   whole or not there; see drafter.shards
+    position.json              {need}: the shard that training needs next, written by training
+    .producer  .trainer        flocks that each side holds while it runs
+
+The producer makes the shards [need, need + N) that are missing and deletes every other. Training
+waits for shard ``need``, trains on it, then moves the position, which also may go back: after a
+crash it continues from a checkpoint, and the producer makes those shards once more, the same bytes.
+Shards that are whole survive a crash of either side. At most N shards are on disk, and one more
+that training has mapped when it is deleted.
+
+Each side knows from the other's lock whether it is there: the kernel drops it however a process
+ends. While the other is gone, nobody waits longer than the patience.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from drafter import plan, states
+from drafter.errors import Busy, DataError
+from drafter.files import digest, read_json, write_json
+from drafter.layout import ALL, Spool, Workspace
+from drafter.recipe import Recipe
+from drafter.shard_maker import Task
+from drafter.shards import Shard, read_header, read_shard
+
+T = TypeVar("T")
+LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class SpoolStore:
+    """One run's spool, as both sides see it."""
+
+    spool: Spool
+    shards_sha256: str
+    """Of all that decides the bytes of its shards; others are not its own."""
+    patience_s: float
+
+    def position(self) -> int | None:
+        """The shard that training needs next; None before it said so."""
+        if not self.spool.position.exists():
+            return None
+        need: int = read_json(self.spool.position)["need"]
+        return need
+
+    def move(self, need: int) -> None:
+        if self.position() != need:
+            write_json(self.spool.position, {"need": need})
+
+    def take(self, number: int) -> Shard:
+        """Shard ``number``, once it is there. Raises Busy when nobody makes it for too long."""
+        path = self.spool.shard(number)
+
+        def opened() -> Shard | None:
+            try:
+                return read_shard(path) if path.exists() else None
+            except DataError:
+                # The producer had not read the position yet, and deleted it.
+                if path.exists():
+                    raise
+                return None
+
+        if (shard := opened()) is not None:
+            return shard
+        print(f"waiting for shard {number} of the spool", flush=True)
+        return self.wait_for_producer(opened)
+
+    def keep(self, window: range) -> int:
+        """Delete the shards outside of ``window``; returns how many."""
+        wanted = {self.spool.shard(number) for number in window}
+        return _remove(path for path in self.spool.shards() if path not in wanted)
+
+    def sort_out(self) -> int:
+        """Delete shards that are torn or of other inputs, and what killed writers left; returns how
+        many shards. Only the producer does, before anything else."""
+        for partial in self.spool.root.glob(".shard-*.partial"):
+            partial.unlink()
+        return _remove(path for path in self.spool.shards() if not self.is_own(path))
+
+    def is_own(self, path: Path) -> bool:
+        try:
+            return path.exists() and read_header(path).extract_sha256 == self.shards_sha256
+        except DataError:
+            return False
+
+    def wait_for_producer(self, condition: Callable[[], T | None]) -> T:
+        return _wait(condition, self.spool.producer, "the spool's extraction", self.patience_s)
+
+    def wait_for_trainer(self, condition: Callable[[], T | None]) -> T:
+        return _wait(condition, self.spool.trainer, "training", self.patience_s)
+
+
+def of(workspace: Workspace, recipe: Recipe) -> SpoolStore:
+    """The spool of what is trained now. Raises as plan.inputs and states.task do."""
+    run = workspace.spool(plan.run_name(workspace, recipe))
+    return SpoolStore(run, task(workspace, recipe).shards_sha256, recipe.train.spool_patience_s)
+
+
+def task(workspace: Workspace, recipe: Recipe) -> Task:
+    """What decides the bytes of its shards. Raises as plan.inputs and states.task do."""
+    inputs = plan.inputs("spool", ALL, workspace, recipe)
+    return states.task(recipe, inputs, digest(inputs["tokenized"]))
+
+
+def room_bytes(workspace: Workspace, spool: Spool) -> int:
+    """What is free on the disk, and what the spool takes of it now."""
+    present = sum(path.stat().st_size for path in spool.shards())
+    return shutil.disk_usage(workspace.root).free + present
+
+
+def remove(spool: Spool) -> int:
+    """Delete a spool; returns how many shards it held."""
+    count = len(spool.shards())
+    shutil.rmtree(spool.root)
+    return count
+
+
+def remove_idle(workspace: Workspace, own: Spool | None = None) -> None:
+    """Delete the spools of other runs, unless somebody fills them."""
+    for other in workspace.spools():
+        if other != own and not is_held(other.producer):
+            count = remove(other)
+            print(f"{count} shards of another run removed with {other.root}", flush=True)
+
+
+def is_held(lock: Path) -> bool:
+    """Is there a process that holds this flock?"""
+    try:
+        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        # Shared, so that two who look do not see each other. Who takes the lock waits for both.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _remove(paths: Iterable[Path]) -> int:
+    found = list(paths)
+    for path in found:
+        path.unlink()
+    return len(found)
+
+
+def _wait(condition: Callable[[], T | None], lock: Path, who: str, patience_s: float) -> T:
+    """What ``condition`` gives once it gives something. Raises Busy when the other side has not
+    been there for ``patience_s``."""
+    seen = time.monotonic()
+    while (found := condition()) is None:
+        now = time.monotonic()
+        if is_held(lock):
+            seen = now
+        elif now - seen > patience_s:
+            raise Busy(
+                f"{who} has not been running for {patience_s:g} s (train.spool_patience_s): start "
+                "it again, this side goes on from where it is"
+            )
+        time.sleep(LOOK_S)
+    return found
