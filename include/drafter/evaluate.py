@@ -28,7 +28,7 @@ from drafter import (
     checkpoint,
     corpus,
     greedy,
-    jsonl,
+    held_out,
     ngram,
     plan,
     starting_point,
@@ -61,7 +61,7 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
     recipe, workspace = job.recipe, job.workspace
     inputs = plan.inputs("evaluate", job.dataset, workspace, recipe)
     run_ = workspace.drafter(plan.run_name(workspace, recipe))
-    prompts = _held_out_prompts(job)
+    prompts = held_out.prompts(workspace, recipe, job.dataset)
     clear_partial(run_.evaluation(job.dataset).parent, run_.evaluation(job.dataset).name)
     store = run_.greedy(job.dataset)
     failed = greedy.ask(job, family, store, prompts)
@@ -130,24 +130,6 @@ def _untrained(recipe: Recipe, trained: Drafter, head: TargetHead) -> Drafter:
         return new_drafter(trained.shape, head, trained.d2t, trained.t2d, recipe.train.seed)
     target = text_config(Path(recipe.target.path))
     return starting_point.drafter(recipe.train, target, trained.shape.aux_layers, head)
-
-
-def _held_out_prompts(job: Job) -> dict[str, list[int]]:
-    """The first held-out prompts by sample id."""
-    recipe = job.recipe
-    path = job.workspace.prepared(job.dataset).prompt_ids
-    prompts: dict[str, list[int]] = {}
-    for line in jsonl.rows(path):
-        if len(prompts) == recipe.evaluate.max_prompts:
-            break
-        if corpus.is_held_out(line.value["sample_id"], recipe.train.held_out_share):
-            prompts[line.value["sample_id"]] = line.value["input_ids"]
-    if not prompts:
-        raise DataError(
-            f"{job.dataset}: none of the prompts in {path} is held out: raise "
-            f"train.held_out_share ({recipe.train.held_out_share}), or add prompts"
-        )
-    return prompts
 
 
 @dataclass(frozen=True)

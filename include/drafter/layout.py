@@ -171,6 +171,10 @@ class DrafterRun:
         return self.root / "export" / engine
 
     @property
+    def served(self) -> Path:
+        return self.root / "served.json"
+
+    @property
     def witness(self) -> Path:
         """A shard of a few rows that outlives the spool: a head can be compared with its states."""
         return self.root / "witness.safetensors"

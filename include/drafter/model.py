@@ -151,8 +151,9 @@ class Drafter(nn.Module):  # type: ignore[misc]
         """Normed states [Q, H] of each of ``steps`` draft steps, reading what the target wrote."""
         unroll = self.unroll(batch)
         states = [unroll.first()]
-        for step in range(1, steps):
-            states.append(unroll.next(batch.next_Q.roll(1 - step)))
+        if steps > 1:
+            told = unroll.tell(batch.next_Q)
+            states += [unroll.follow(told.roll(1 - step, 0)) for step in range(1, steps)]
         return [self.norm(state) for state in states]
 
 
@@ -161,50 +162,67 @@ class Unroll:
 
     Step 0 runs over all slots, because later slots see its keys; queries and everything after
     attention are computed for starts only. Later steps see each other's keys within one draft.
+    A token adds the same to queries, keys and values in whichever step it is read, so later steps
+    take that part apart: in training it is computed once for all of them.
     """
 
     def __init__(self, drafter: Drafter, batch: Batch) -> None:
         self._drafter, self._batch = drafter, batch
         self._position = batch.position_S[batch.start_Q]
         self._own: list[tuple[Tensor, Tensor]] = []
+        attention = drafter.midlayer.self_attn
+        matrices = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self._sizes = [matrix.out_features for matrix in matrices]
+        both = torch.cat([matrix.weight for matrix in matrices])
+        self._of_token, self._of_state = both.chunk(2, 1)
 
     def first(self) -> Tensor:
         """Step 0: states [Q, H] from the target's states and the tokens it has written."""
-        batch = self._batch
+        batch, layer = self._batch, self._drafter.midlayer
         fused = self._drafter.fc(batch.aux_SAH.flatten(1))
-        read = self._beside(batch.read_S, fused)
-        self._key, self._value = self._key_value(read, batch.position_S)
-        self._state = self._layer(read[batch.start_Q], fused[batch.start_Q], self._position)
+        read = torch.cat([self._embedded(batch.read_S), layer.hidden_norm(fused)], -1)
+        key, value = layer.self_attn.k_proj(read), layer.self_attn.v_proj(read)
+        self._key, self._value = self._rotated(key, batch.position_S), self._heads(value)
+        query = layer.self_attn.q_proj(read[batch.start_Q])
+        self._state = self._layer(query, fused[batch.start_Q], self._position)
         return self._state
 
     def next(self, token: Tensor) -> Tensor:
         """A later step: states [Q, H] from those of the step before and ``token`` int64 [Q]."""
+        return self.follow(self.tell(token))
+
+    def tell(self, token: Tensor) -> Tensor:
+        """What queries, keys and values get of ``token`` int64 [Q] alone, side by side."""
+        return F.linear(self._embedded(token), self._of_token)
+
+    def follow(self, told: Tensor) -> Tensor:
+        """A later step, of what :meth:`tell` says of its tokens."""
+        state = self._drafter.midlayer.hidden_norm(self._state)
+        query, key, value = torch.addmm(told, state, self._of_state.T).split(self._sizes, -1)
         position = self._position + len(self._own) + 1
-        read = self._beside(token, self._state)
-        self._own.append(self._key_value(read, position))
-        self._state = self._layer(read, self._state, position)
+        self._own.append((self._rotated(key, position), self._heads(value)))
+        self._state = self._layer(query, self._state, position)
         return self._state
 
-    def _beside(self, token: Tensor, state: Tensor) -> Tensor:
-        layer = self._drafter.midlayer
-        embedded = F.embedding(token, self._drafter.embed).to(state.dtype)
-        return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(state)], -1)
+    def _embedded(self, token: Tensor) -> Tensor:
+        drafter = self._drafter
+        embedded = F.embedding(token, drafter.embed).to(drafter.fc.weight.dtype)
+        normed: Tensor = drafter.midlayer.input_layernorm(embedded)
+        return normed
 
-    def _key_value(self, read: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        shape, attention = self._drafter.shape, self._drafter.midlayer.self_attn
-        heads = (len(read), shape.num_kv_heads, shape.head_dim)
-        key = rotate(attention.k_proj(read).view(heads), position, shape.rope_theta)
-        return key, attention.v_proj(read).view(heads)
-
-    def _layer(self, read: Tensor, residual: Tensor, position: Tensor) -> Tensor:
-        shape, layer = self._drafter.shape, self._drafter.midlayer
-        query = layer.self_attn.q_proj(read).view(len(read), shape.num_heads, shape.head_dim)
-        query = rotate(query, position, shape.rope_theta)
-        groups = query.view(len(read), shape.num_kv_heads, -1, shape.head_dim)
-        seen = attend(groups, self._key, self._value, self._own, self._batch.spans)
+    def _layer(self, query: Tensor, residual: Tensor, position: Tensor) -> Tensor:
+        layer, groups = self._drafter.midlayer, self._key.shape[1]
+        query = self._rotated(query, position).unflatten(1, (groups, -1))
+        seen = attend(query, self._key, self._value, self._own, self._batch.spans)
         state = residual + layer.self_attn.o_proj(seen.flatten(1))
         out: Tensor = state + layer.mlp(layer.post_attention_layernorm(state))
         return out
+
+    def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
+        return rotate(self._heads(x), position, self._drafter.shape.rope_theta)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self._drafter.shape.head_dim))
 
 
 def rotate(x: Tensor, position: Tensor, theta: float) -> Tensor:

@@ -25,7 +25,7 @@ from drafter.layout import ALL, Prepared, Workspace
 from drafter.recipe import Recipe
 
 PER_DATASET = ("generate", "validate", "extract", "evaluate")
-OVER_ALL = ("prepare", "spool", "train", "export")
+OVER_ALL = ("prepare", "spool", "train", "export", "served")
 PHASES = PER_DATASET + OVER_ALL
 
 Mode = Literal["resume", "restart", "adopt"]
@@ -177,19 +177,28 @@ def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> di
         states = _to_be_made if recipe.spools else _stored
         start = start_files.identity(recipe.train.start_from)
         return {**states(workspace, recipe), "train": recipe.train.rules(), **start}
+    if phase == "served" and recipe.evaluate.served is None:
+        raise RecipeError(
+            "the recipe names no server that drafts: add [evaluate.served] with the urls of one"
+        )
     run = workspace.drafter(run_name(workspace, recipe))
     trained = digest(_finished(run.manifest, "train")["inputs"])
     if phase == "evaluate":
         return {
             "train": trained,
             "dataset": dataset,
-            "evaluate": recipe.evaluate.model_dump(mode="json"),
+            "evaluate": recipe.evaluate.rules(),
         }
     if phase == "export":
         evaluated = {
             name: digest(_evaluation(run.evaluation(name))) for name in recipe.dataset_names
         }
         return {"train": trained, "evaluated": evaluated}
+    if phase == "served":
+        exported = _finished(run.manifest, "export")["files"]
+        # The model card may tell what was measured with the files.
+        weights = {name: file for name, file in exported.items() if not name.endswith(".md")}
+        return {"export": digest(weights), "evaluate": recipe.evaluate.model_dump(mode="json")}
     raise RecipeError(f"no phase {phase!r}: there are {', '.join(PHASES)}")
 
 
@@ -210,6 +219,8 @@ def read_phase(
     if phase == "evaluate":
         path = run.evaluation(dataset)
         return read_json(path) if path.exists() else None
+    if phase == "served":
+        return read_json(run.served) if run.served.exists() else None
     return read_section(run.manifest, phase)
 
 
@@ -263,7 +274,7 @@ def changed_files(phase: str, dataset: str, workspace: Workspace, recipe: Recipe
     if phase == "prepare":
         return changed_prompts(workspace, recipe)
     section = read_phase(phase, dataset, workspace, recipe) or {}
-    if phase in ("spool", "train", "export"):
+    if phase in ("spool", "train", "export", "served"):
         root = workspace.drafter(run_name(workspace, recipe)).root
     elif phase == "extract":
         root = workspace.hidden_states(dataset).root

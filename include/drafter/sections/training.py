@@ -138,6 +138,31 @@ class Train(Section):
         return rules
 
 
+class ServedDrafter(Section):
+    """Servers somebody has started, to measure an exported drafter in a real engine."""
+
+    kind: Literal["sglang", "vllm"] = "sglang"
+
+    urls: tuple[str, ...] = Field(min_length=1)
+    """Base URLs, as seen from the GPU host, of servers of the target that draft with the export.
+    The servers themselves, for their counters are read, and busy with nothing else."""
+
+    plain_urls: tuple[str, ...] = ()
+    """The same servers without a drafter, on the same GPUs: what the speed is compared with."""
+
+    api_key_env: EnvironmentName | None = None
+    """Environment variable *on the GPU host* that holds the servers' key."""
+
+    @model_validator(mode="after")
+    def _two_servers(self) -> Self:
+        if twice := sorted(set(self.urls) & set(self.plain_urls)):
+            raise ValueError(
+                f"{twice[0]} is in urls and plain_urls: one server cannot be both with and without"
+                " a drafter"
+            )
+        return self
+
+
 class Evaluate(Section):
     draft_tokens: int = Field(default=3, ge=1, le=16)
     """Tokens drafted per verification."""
@@ -147,3 +172,11 @@ class Evaluate(Section):
 
     max_new_tokens: int = Field(default=1024, ge=1)
     """Of the greedy answers that are replayed."""
+
+    served: ServedDrafter | None = None
+    """After the export the held-out prompts are asked of a server that uses it; not without this
+    section."""
+
+    def rules(self) -> dict[str, Any]:
+        """What a replay depends on."""
+        return self.model_dump(mode="json", exclude={"served"})
