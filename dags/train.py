@@ -2,7 +2,8 @@
 
 Starts once per new set of extracted states. One training job over all datasets, then the drafter is
 **evaluated** per dataset (acceptance length by replay, beside an n-gram table and a drafter without
-states) and exported for SGLang and vLLM.
+states) and exported for SGLang and vLLM. Where the recipe names servers that use the export
+(`[evaluate.served]`) it is measured there too.
 
 Where the recipe spools (`[train] spool_shards`) it starts when every dataset is **validated**, and
 `spool` runs beside `train`: it makes the states a few shards ahead of training, every epoch anew,
@@ -71,6 +72,10 @@ with DAG(
             task_id="spool", recipe=RECIPE, code=deploy.output, phase="spool"
         ).expand(dataset=plan.output)
         plan >> spool >> datasets
+    if RECIPE.evaluate.served is not None:
+        export >> PhaseOperator(
+            task_id="served", recipe=RECIPE, code=deploy.output, phase="served", dataset="all"
+        )
     if RECIPE.engine.start is not None:
         engine = StartEngineOperator(
             task_id="start_engine",

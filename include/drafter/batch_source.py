@@ -15,7 +15,6 @@ from drafter import corpus, plan, spool_plan, spool_store
 from drafter.corpus import Corpus
 from drafter.entries import Entry, Stored
 from drafter.errors import DataError
-from drafter.files import locked
 from drafter.job import Job
 from drafter.sections import Train
 from drafter.shards import Row
@@ -81,14 +80,16 @@ class SpooledBatches:
 def held(job: Job) -> Iterator[None]:
     """Verified data; a spool knows that it is trained from for as long as this is open.
 
-    Raises DataError when data is missing or damaged.
+    Raises DataError when data is missing or damaged. What ends training for good while this is
+    open, the extraction that fills its spool hears.
     """
     recipe, workspace = job.recipe, job.workspace
-    corpus.verify(workspace, recipe)
     if recipe.spools:
-        with locked(spool_store.of(workspace, recipe).spool.trainer, wait=True):
+        with spool_store.of(workspace, recipe).training():
+            corpus.verify(workspace, recipe)
             yield
         return
+    corpus.verify(workspace, recipe)
     spool_store.remove_idle(workspace)
     yield
 
@@ -96,7 +97,8 @@ def held(job: Job) -> Iterator[None]:
 def read(job: Job, moves: bool = True) -> tuple[Corpus[Entry], Batches]:
     """Rows and batches of a training that holds its data. ``moves``: see :class:`SpooledBatches`.
 
-    Raises DataError when data is missing, Busy when nobody fills the spool.
+    Raises DataError when data is missing, Busy when nobody fills the spool, and what ended its
+    extraction for good.
     """
     recipe, workspace = job.recipe, job.workspace
     if not recipe.spools:

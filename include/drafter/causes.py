@@ -24,6 +24,9 @@ _NORMS = {
 }
 """Where ``final`` really stands, when it does not stand where it is said to."""
 
+_RIGHT_TOKENS = 4
+"""Leading tokens that are right by more than chance."""
+
 _EXPLAINED_TOKENS = 256
 """Response tokens on which causes are tried: enough to tell, cheap with any vocabulary."""
 
@@ -59,18 +62,34 @@ class Cause(NamedTuple):
 
 def errors(got: torch.Tensor, want: torch.Tensor) -> Errors:
     """Over the tokens that both have, wherever the tensors are; infinite without any."""
-    common = min(len(got), len(want))
-    if common == 0:
+    error_T = _error(got, want)
+    if len(error_T) == 0:
         return Errors(math.inf, math.inf)
-    wanted = want[:common].to(got.device).float()
-    error = (got[:common].float() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-12)
-    return Errors(float(error.median()), float(error.max()))
+    return Errors(float(error_T.median()), float(error_T.max()))
 
 
 def likely(causes: Iterable[Cause], allowed: Tolerance) -> str:
     """The first cause that fits."""
     fitting = (c.text for c in causes if errors(c.got, c.want).within(allowed))
     return next(fitting, UNKNOWN)
+
+
+def begins_late(got_TD: torch.Tensor, want_TD: torch.Tensor, allowed: Tolerance) -> str:
+    """What is said of a row that is right at first; UNKNOWN where its first tokens are not."""
+    right = int((_error(got_TD, want_TD) <= allowed.typical).long().cumprod(0).sum())
+    if right < _RIGHT_TOKENS:
+        return UNKNOWN
+    return (
+        f"its first {right} tokens are right and {UNKNOWN} the rest: a second chunk of prefill, a "
+        "cached prefix, a window that slides, or positions that begin anew"
+    )
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Relative, of each token that both have."""
+    common = min(len(got), len(want))
+    wanted = want[:common].to(got.device).float()
+    return (got[:common].float() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-12)
 
 
 def shifts(got: torch.Tensor, want: torch.Tensor) -> Iterator[Cause]:

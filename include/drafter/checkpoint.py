@@ -58,8 +58,8 @@ def no_states(run: DrafterRun) -> DrafterRun:
 
 def steps(run: DrafterRun) -> list[int]:
     """Steps of which a complete checkpoint exists, ascending."""
-    names = (re.fullmatch(r"step-(\d{6,})", path.name) for path in run.root.glob("step-*"))
-    return sorted(int(name[1]) for name in names if name)
+    found = (_step_of(path) for path in run.root.glob("step-*"))
+    return sorted(step for step in found if step is not None)
 
 
 def best(run: DrafterRun) -> Best | None:
@@ -146,26 +146,33 @@ def load_drafter(directory: Path, head: TargetHead) -> Drafter:
         shape = Shape(**{**fields, "aux_layers": tuple(fields["aux_layers"])})
         drafter = Drafter(shape, head, tensors["d2t"], tensors["t2d"])
         drafter.load_state_dict(tensors)
-    except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
-        raise DataError(
-            f"{path} cannot be read ({error}): remove {directory} and train again, the checkpoint "
-            "before it is used"
-        ) from None
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise _damaged(directory, path, str(error)) from None
     vocabulary.check(tensors["d2t"], tensors["t2d"], str(path))
     return drafter
 
 
 def load_optimizer(directory: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> None:
-    """Give ``optimizer``, made over ``drafter.parameters()``, the state it was saved with."""
+    """Give ``optimizer``, made over ``drafter.parameters()``, the state it was saved with.
+
+    DataError when the file is damaged or holds the state of other parameters: AdamW would begin
+    anew, without a word, where its state is missing.
+    """
     path = directory / _OPTIMIZER
     try:
         saved = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise DataError(
-            f"{path} cannot be read ({error}): remove {directory} and train again, the checkpoint "
-            "before it is used"
-        ) from None
+        raise _damaged(directory, path, str(error)) from None
     named = dict(drafter.named_parameters())
+    shapes = {f"{n}.{key}": p.shape for n, p in named.items() for key in ("exp_avg", "exp_avg_sq")}
+    shapes |= {f"{n}.step": torch.Size() for n in named}
+    found = {name: tensor.shape for name, tensor in saved.items()}
+    if _step_of(directory) == 0:
+        # Before the first step there is no state.
+        shapes = {}
+    if found != shapes:
+        wrong = min(n for n in found.keys() | shapes.keys() if found.get(n) != shapes.get(n))
+        raise _damaged(directory, path, f"{wrong} is not as AdamW leaves it")
     for name, tensor in saved.items():
         parameter, key = name.rsplit(".", 1)
         optimizer.state[named[parameter]][key] = tensor.to(named[parameter].device)
@@ -173,6 +180,18 @@ def load_optimizer(directory: Path, drafter: Drafter, optimizer: torch.optim.Opt
 
 def _but(found: Iterable[int], kept: Iterable[int]) -> list[int]:
     return sorted(set(found).difference(kept))
+
+
+def _step_of(directory: Path) -> int | None:
+    name = re.fullmatch(r"step-(\d{6,})", directory.name)
+    return int(name[1]) if name else None
+
+
+def _damaged(directory: Path, path: Path, fault: str) -> DataError:
+    return DataError(
+        f"{path} cannot be read ({' '.join(fault.split())}): remove {directory} and train again, "
+        "the checkpoint before it is used"
+    )
 
 
 def _optimizer_state(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

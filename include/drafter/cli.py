@@ -7,10 +7,19 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from drafter.commands import engine, interchange, jobs, pilot, planning, responses, state
+from drafter.commands import (
+    engine,
+    interchange,
+    jobs,
+    pilot,
+    planning,
+    responses,
+    served,
+    state,
+)
 from drafter.errors import RecipeError
 
-GROUPS = (jobs, planning, state, responses, pilot, engine, interchange)
+GROUPS = (jobs, planning, state, responses, pilot, engine, interchange, served)
 
 
 def main(argv: list[str]) -> int:

@@ -11,27 +11,43 @@ Writes ``drafter/<run>/evaluation/<dataset>.json``::
     acceptance_length   {untrained, ngram, no_states, trained}; null where there is none
     sums                {name: {generated, verifications}}; add them up for several datasets
     ngram_order         of the best table, whose numbers stand under "ngram"
-    counts              {prompts, tokens, failed: {class: n}}
+    counts              {prompts, tokens, failed: {class: n}, left_out: {reason: n}}
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from drafter import checkpoint, corpus, greedy, jsonl, ngram, plan, template
+from drafter import (
+    batch_gates,
+    checkpoint,
+    corpus,
+    greedy,
+    held_out,
+    ngram,
+    plan,
+    starting_point,
+    template,
+)
 from drafter.backends import Backend, OpenBackend, opener
+from drafter.corpus import TOO_LONG
 from drafter.errors import DataError
 from drafter.files import clear_partial, read_json, write_json
 from drafter.job import Job
 from drafter.layout import DrafterRun
 from drafter.model import Drafter, new_drafter
+from drafter.recipe import Recipe
 from drafter.replay import Tally, replay
 from drafter.rows import Family
+from drafter.sections import Extract
+from drafter.shard_plan import Sample
 from drafter.shards import DTYPES, Row
+from drafter.target_head import TargetHead, text_config
 
 
 def run(job: Job) -> None:
@@ -45,15 +61,27 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
     recipe, workspace = job.recipe, job.workspace
     inputs = plan.inputs("evaluate", job.dataset, workspace, recipe)
     run_ = workspace.drafter(plan.run_name(workspace, recipe))
-    prompts = _held_out_prompts(job)
+    prompts = held_out.prompts(workspace, recipe, job.dataset)
     clear_partial(run_.evaluation(job.dataset).parent, run_.evaluation(job.dataset).name)
     store = run_.greedy(job.dataset)
     failed = greedy.ask(job, family, store, prompts)
     answers = greedy.answers(store, recipe.evaluate.max_new_tokens)
     answered = {sample_id: ids for sample_id, ids in prompts.items() if sample_id in answers}
+    # No server was started for longer rows: it would refuse them.
+    longest = recipe.extract.max_length
+    fitting = {i: ids for i, ids in answered.items() if len(ids) + len(answers[i]) <= longest}
+    too_long = len(answered) - len(fitting)
     print(
-        f"{job.dataset}: {len(answered)} greedy answers, {sum(failed.values())} failed", flush=True
+        f"{job.dataset}: {len(answered)} greedy answers, {sum(failed.values())} failed, {too_long} "
+        f"left out, {TOO_LONG} {longest}",
+        flush=True,
     )
+    if answered and not fitting:
+        raise DataError(
+            f"{job.dataset}: every held-out prompt is with its answer longer than "
+            f"extract.max_length ({longest}): raise it, or lower evaluate.max_new_tokens "
+            f"({recipe.evaluate.max_new_tokens})"
+        )
 
     everything = corpus.collect(workspace, recipe)
     head = corpus.read_head(recipe, everything)
@@ -62,7 +90,7 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
         Path(recipe.target.path), DTYPES[recipe.extract.dtype], trained.shape.aux_layers
     )
     draft = recipe.evaluate.draft_tokens
-    untrained = new_drafter(trained.shape, head, trained.d2t, trained.t2d, recipe.train.seed)
+    untrained = _untrained(recipe, trained, head)
     drafters = {"untrained": _placed(untrained), "trained": _placed(trained)}
     blind = checkpoint.no_states(run_)
     if checkpoint.steps(blind):
@@ -71,12 +99,13 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
     tallies: dict[str, Tally | None] = {"untrained": None, "no_states": None, "trained": None}
     tallies |= dict.fromkeys(drafters, Tally())
     asked = []
-    for rows in _batches(backend, answered, answers, recipe.extract.batch_tokens):
+    maker = _Maker(backend, trained.shape.aux_layers, head.embed.shape[1], recipe.extract)
+    for rows in _batches(maker, fitting, answers):
         for name, drafter in drafters.items():
             counted = replay(drafter, rows, draft, states=name != "no_states")
             tallies[name] = (tallies[name] or Tally()) + counted
         asked += [(row.input_ids_T.numpy(), row.prompt_tokens) for row in rows]
-        job.report(prompts=len(prompts), answers=len(answered), replayed=len(asked))
+        job.report(prompts=len(prompts), answers=len(fitting), replayed=len(asked))
     taught = [(e.input_ids().numpy(), e.prompt_tokens) for e in everything.trained]
     tables = {order: ngram.replay(ngram.fit(taught, order), asked, draft) for order in ngram.ORDERS}
     order = max(tables, key=lambda order: (tables[order].acceptance_length or 0, -order))
@@ -87,56 +116,75 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
         "sums": {n: t and t.as_json() for n, t in tallies.items()},
         "ngram_order": order,
         "counts": {
-            "prompts": len(answered),
-            "tokens": sum(len(answers[sample_id]) for sample_id in answered),
+            "prompts": len(fitting),
+            "tokens": sum(len(answers[sample_id]) for sample_id in fitting),
             "failed": failed,
+            "left_out": {TOO_LONG: too_long} if too_long else {},
         },
     }
     _finish(job, run_, result)
 
 
-def _held_out_prompts(job: Job) -> dict[str, list[int]]:
-    """The first held-out prompts by sample id."""
-    recipe = job.recipe
-    path = job.workspace.prepared(job.dataset).prompt_ids
-    prompts: dict[str, list[int]] = {}
-    for line in jsonl.rows(path):
-        if len(prompts) == recipe.evaluate.max_prompts:
-            break
-        if corpus.is_held_out(line.value["sample_id"], recipe.train.held_out_share):
-            prompts[line.value["sample_id"]] = line.value["input_ids"]
-    if not prompts:
-        raise DataError(
-            f"{job.dataset}: none of the prompts in {path} is held out: raise "
-            f"train.held_out_share ({recipe.train.held_out_share}), or add prompts"
-        )
-    return prompts
+def _untrained(recipe: Recipe, trained: Drafter, head: TargetHead) -> Drafter:
+    """What training began with."""
+    if recipe.train.start_from is None:
+        return new_drafter(trained.shape, head, trained.d2t, trained.t2d, recipe.train.seed)
+    target = text_config(Path(recipe.target.path))
+    return starting_point.drafter(recipe.train, target, trained.shape.aux_layers, head)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """States as the drafter was trained on, past the gates that one batch can pass by itself.
+
+    ``final`` stands before the last norm, also where that of imported states stands after it: a
+    replay reads none.
+    """
+
+    backend: Backend
+    aux_layers: Sequence[int]
+    hidden_size: int
+    settings: Extract
+
+    def rows(self, batch: Sequence[Sample]) -> list[Row]:
+        """On the CPU. Raises DataError when a gate fails."""
+        computed = self.backend.features([sample.input_ids for sample in batch])
+        dtype = DTYPES[self.settings.dtype]
+        batch_gates.check_rows(batch, computed, self.aux_layers, self.hidden_size, dtype)
+        batch_gates.check_ids(batch, computed)
+        batch_gates.check_finite(batch, computed, self.aux_layers)
+        batch_gates.check_varied(batch, computed, self.aux_layers)
+        return [
+            Row(
+                sample.sample_id,
+                torch.tensor(sample.input_ids),
+                sample.prompt_tokens,
+                got.aux_TAD.cpu(),
+                got.final_TD.cpu(),
+            )
+            for sample, got in zip(batch, computed, strict=True)
+        ]
 
 
 def _batches(
-    backend: Backend,
-    prompts: dict[str, list[int]],
-    answers: dict[str, list[int]],
-    batch_tokens: int,
+    maker: _Maker, prompts: dict[str, list[int]], answers: dict[str, list[int]]
 ) -> Iterator[list[Row]]:
     """Prompts with their answers and the target's states, the shortest first: the states of all
     would fill memory."""
+    batch_tokens = maker.settings.batch_tokens
     texts = sorted(
-        ((sample_id, ids + answers[sample_id]) for sample_id, ids in prompts.items()),
-        key=lambda text: (len(text[1]), text[0]),
+        (
+            Sample(sample_id, ids + answers[sample_id], len(ids))
+            for sample_id, ids in prompts.items()
+        ),
+        key=lambda text: (len(text.input_ids), text.sample_id),
     )
     while texts:
         size = 1
-        while size < len(texts) and (size + 1) * len(texts[size][1]) <= batch_tokens:
+        while size < len(texts) and (size + 1) * len(texts[size].input_ids) <= batch_tokens:
             size += 1
         batch, texts = texts[:size], texts[size:]
-        rows = []
-        features = backend.features([ids for _, ids in batch])
-        for (sample_id, ids), each in zip(batch, features, strict=True):
-            prompt_tokens = len(prompts[sample_id])
-            aux, final = each.aux_TAD.cpu(), each.final_TD.cpu()
-            rows.append(Row(sample_id, torch.tensor(ids), prompt_tokens, aux, final))
-        yield rows
+        yield maker.rows(batch)
 
 
 def _placed(drafter: Drafter) -> Drafter:

@@ -11,13 +11,15 @@ directory is read back by serving.py, which shares no code with training, and lo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from drafter import checkpoint, corpus, model_card, plan, replay, serving
+from drafter import checkpoint, corpus, layer_ids, model_card, plan, replay, serving, vocabulary
 from drafter.alignment import align
 from drafter.errors import DrafterError
 from drafter.files import (
@@ -32,8 +34,15 @@ from drafter.job import Job
 from drafter.model import Drafter, Shape
 from drafter.recipe import Recipe
 from drafter.shards import DTYPES, Row
+from drafter.target_head import text_config
 
-_CHECKED_ROWS = 4
+_NORMS = dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False)
+"""Said, since readers differ in what they take for granted."""
+
+_CHECKED_ROWS, _CHECKED_STARTS, _CHECKED_STEPS = 4, 16, 3
+"""Rows, the first drafts of each, and the steps of each draft: bounds the layer's evaluations, one
+position at a time, to minutes for a large drafter."""
+
 _TOLERANCE = 1e-3
 """Largest difference of a logit, in units of the largest one: float32 sums in another order."""
 
@@ -45,6 +54,7 @@ def run(job: Job) -> None:
     run_ = workspace.drafter(plan.run_name(workspace, recipe))
     rows = corpus.collect(workspace, recipe)
     head = corpus.read_head(recipe, rows)
+    text = text_config(Path(recipe.target.path))
     target = read_json(Path(recipe.target.path) / "config.json")
     name = dtype_name(target)
     drafter = checkpoint.load_drafter(checkpoint.chosen(run_, recipe.train), head)
@@ -53,7 +63,7 @@ def run(job: Job) -> None:
     evaluations = {d: read_json(run_.evaluation(d)) for d in recipe.dataset_names}
     lengths = replay.overall(list(evaluations.values()))
     configs = {
-        "sglang": sglang_config(drafter.shape, name),
+        "sglang": sglang_config(drafter.shape, name, text),
         "vllm": vllm_config(drafter.shape, name, recipe, target),
     }
     differences: dict[str, float] = {}
@@ -61,13 +71,13 @@ def run(job: Job) -> None:
         directory = run_.export(engine)
         write_json(directory / "config.json", config)
         write_weights(directory, engine, drafter, DTYPES[name])
-        differences[engine] = difference(directory, engine, drafter, sample)
+        differences[engine] = difference(directory, engine, text, drafter, sample)
         print(f"{engine}: logits differ by at most {differences[engine]:.1e}", flush=True)
-    trained = read_section(run_.manifest, "train")
+    trained = read_section(run_.manifest, "train") or {}
     for engine in configs:
-        text = model_card.render(engine, run_, recipe, trained or {}, evaluations, lengths)
+        card = model_card.render(engine, job, run_, target, trained, evaluations, lengths)
         with whole_file(run_.export(engine) / "README.md") as partial:
-            partial.write_text(text)
+            partial.write_text(card)
     section = {
         "inputs": inputs,
         "counts": {"logit_difference": differences},
@@ -121,21 +131,25 @@ def layer_config(shape: Shape, dtype: str) -> dict[str, Any]:
     }
 
 
-def sglang_config(shape: Shape, dtype: str) -> dict[str, Any]:
-    """SGLang adds one to explicit layer ids: it counts outputs of layers."""
+def sglang_config(shape: Shape, dtype: str, target: dict[str, Any]) -> dict[str, Any]:
+    """A flat configuration, whose layer ids mean what SGLang makes of them for this target.
+
+    ``target`` is its text config. Raises RecipeError when no ids mean the trained layers.
+    """
     return {
         **layer_config(shape, dtype),
+        **_NORMS,
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": shape.draft_vocab_size,
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in shape.aux_layers],
+            "eagle_aux_hidden_state_layer_ids": layer_ids.for_sglang(shape.aux_layers, target),
         },
     }
 
 
 def vllm_config(shape: Shape, dtype: str, recipe: Recipe, target: dict[str, Any]) -> dict[str, Any]:
-    """As speculators 0.9.0 writes it. What it would default to True is said to be False."""
+    """As speculators 0.9.0 writes it."""
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -143,10 +157,7 @@ def vllm_config(shape: Shape, dtype: str, recipe: Recipe, target: dict[str, Any]
         "draft_vocab_size": shape.draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers),
         "embed_requires_grad": False,
-        "fc_norm": False,
-        "norm_before_fc": False,
-        "norm_before_residual": False,
-        "norm_output": False,
+        **_NORMS,
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         "dtype": dtype,
@@ -171,40 +182,56 @@ def vllm_config(shape: Shape, dtype: str, recipe: Recipe, target: dict[str, Any]
 
 
 def write_weights(directory: Path, engine: str, drafter: Drafter, dtype: torch.dtype) -> None:
-    """model.safetensors under the engine's names; d2t as int64 offsets, t2d as bool."""
+    """model.safetensors under the engine's names; d2t as int64 offsets, t2d as bool.
+
+    Raises DataError, nothing written, unless the two are one bijection: engines read one of them
+    and believe it. DrafterError when the disk is full.
+    """
+    vocabulary.check(drafter.d2t, drafter.t2d, "the trained drafter")
+    state = drafter.state_dict()
+    if engine == "vllm" and drafter.t2d.all():
+        # With the target's whole vocabulary vLLM has no parameter for a map, and stops at one.
+        del state["d2t"], state["t2d"]
     tensors = {
         name.replace("midlayer.", serving.LAYER[engine]): tensor.to(
             dtype if tensor.is_floating_point() else tensor.dtype
         ).contiguous()
-        for name, tensor in drafter.state_dict().items()
+        for name, tensor in state.items()
     }
-    with whole_file(directory / "model.safetensors") as partial:
-        save_file(tensors, partial, metadata={"format": "pt"})
+    try:
+        with whole_file(directory / "model.safetensors") as partial:
+            save_file(tensors, partial, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise DrafterError(
+            f"{directory} cannot be written ({error}): free disk space and export again"
+        ) from None
 
 
-def difference(directory: Path, engine: str, drafter: Drafter, rows: Sequence[Row]) -> float:
-    """Largest difference of a draft's logits between the directory and ``drafter``, relative.
+def difference(
+    directory: Path, engine: str, target: dict[str, Any], drafter: Drafter, rows: Sequence[Row]
+) -> float:
+    """Largest difference of drafts' logits between the directory and ``drafter``, relative.
 
-    Raises DrafterError when it is more than rounding, or when the layer ids came back as others.
+    Raises DrafterError when it is more than rounding, or when layers or vocabulary came back as
+    others.
     """
-    served = serving.read(directory, engine)
+    served = serving.read(directory, engine, target)
     if tuple(served.aux_layers) != drafter.shape.aux_layers:
         raise DrafterError(
             f"{directory} names layers {served.aux_layers}, trained were "
             f"{list(drafter.shape.aux_layers)}: export again"
         )
+    if not torch.equal(served.draft_ids, drafter.draft_ids.cpu()):
+        raise DrafterError(f"{directory} drafts other tokens than were trained: export again")
     worst = 0.0
     for row in rows:
-        expected = _first_draft(drafter, row)
-        read = row.prompt_tokens + 1
-        found = serving.draft(
-            served,
-            row.input_ids_T[:read],
-            row.aux_TAD[: read - 1].float(),
-            drafter.embed,
-            len(expected),
+        begun = _beginning(row)
+        expected, followed = _drafts(drafter, begun)
+        found = serving.drafts(
+            served, begun.input_ids_T[:-1], begun.aux_TAD[:-2].float(), drafter.embed, followed
         )
-        worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
+        scale = expected.abs().amax((1, 2))
+        worst = max(worst, float(((found - expected).abs().amax((1, 2)) / scale).max()))
     if not worst <= _TOLERANCE:
         raise DrafterError(
             f"{directory}: logits differ from the trained drafter's by {worst:.1e} of the largest, "
@@ -213,12 +240,25 @@ def difference(directory: Path, engine: str, drafter: Drafter, rows: Sequence[Ro
     return worst
 
 
-def _first_draft(drafter: Drafter, row: Row, steps: int = 3) -> torch.Tensor:
-    """Logits [steps, D] of the draft after the first written token, following its own tokens."""
+def _beginning(row: Row) -> Row:
+    """``row`` up to the token that ends the last draft to be checked."""
+    end = row.prompt_tokens + _CHECKED_STARTS + 1
+    return replace(
+        row,
+        input_ids_T=row.input_ids_T[:end],
+        aux_TAD=row.aux_TAD[:end],
+        final_TD=row.final_TD[:end],
+    )
+
+
+def _drafts(drafter: Drafter, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [Q, K, D] of the draft from each start, and the tokens [Q, K - 1] that it follows: its
+    own, so that both sides of the comparison follow the same ones where two logits are equal."""
     batch = align([row]).to(drafter.d2t.device, torch.float32)
     with torch.inference_mode():
         unroll = drafter.unroll(batch)
-        logits = [drafter.logits(unroll.first())]
-        for _ in range(1, steps):
-            logits.append(drafter.logits(unroll.next(drafter.draft_ids[logits[-1].argmax(-1)])))
-    return torch.stack([each[0] for each in logits])
+        logits, followed = [drafter.logits(unroll.first())], []
+        for _ in range(1, _CHECKED_STEPS):
+            followed.append(drafter.draft_ids[logits[-1].argmax(-1)])
+            logits.append(drafter.logits(unroll.next(followed[-1])))
+    return torch.stack(logits, 1), torch.stack(followed, 1)

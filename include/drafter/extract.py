@@ -24,7 +24,7 @@ from drafter import gates, plan, states
 from drafter.backends import OpenBackend, opener
 from drafter.errors import DataError
 from drafter.files import file_record, read_section, write_section
-from drafter.forecast import duration, tokens_per_s
+from drafter.forecast import hours_for
 from drafter.job import Job
 from drafter.layout import HiddenStates
 from drafter.shard_maker import ShardMaker, Task
@@ -73,18 +73,27 @@ def extract(job: Job, open_backend: OpenBackend) -> None:
         maker = ShardMaker(work.task, index, open_backend, progress.advance)
         for i in sorted(set(range(len(shards))) - set(kept)):
             path = work.hidden.shard(i)
-            shard = maker.make(i, shards[i])
-            files[path.name] = write_shard(path, shard)
-            kept[i] = shard.header.gates
-            print(
-                f"shard {i + 1} of {len(shards)}: {len(shard)} rows, {len(shard.input_ids_T):,} "
-                f"tokens, argmax share {_share([kept[i]]):.1%}",
-                flush=True,
-            )
+            files[path.name], kept[i] = _make(maker, path, i, shards)
         rate = progress.tokens_per_second()
     section = _section(work, index, [kept[i] for i in range(len(shards))], files)
     changed = write_section(work.hidden.manifest, "extract", section)
     _finish(job, section, changed=changed, rate=rate)
+
+
+def _make(
+    maker: ShardMaker, path: Path, number: int, shards: Sequence[Sequence[int]]
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Write one shard; its file record and what the gates measured. Its states end here: memory
+    does not hold them while the next ones are made."""
+    shard = maker.make(number, shards[number])
+    record = write_shard(path, shard)
+    measured = shard.header.gates
+    print(
+        f"shard {number + 1} of {len(shards)}: {len(shard)} rows, {len(shard.input_ids_T):,} "
+        f"tokens, argmax share {_share([measured]):.1%}",
+        flush=True,
+    )
+    return record, measured
 
 
 @dataclass(frozen=True)
@@ -157,11 +166,11 @@ def _forecast(job: Job, work: _Work, index: RowIndex, num_shards: int, num_kept:
     present = sum(path.stat().st_size for path in work.hidden.root.glob("*shard-*"))
     free = shutil.disk_usage(work.hidden.root).free
     needed = check_room(job.dataset, index.lengths, num_shards, footprint, free + present)
-    hours = sum(index.lengths) / tokens_per_s(job.workspace, job.recipe) / 3600
+    _, hours = hours_for(sum(index.lengths), job.workspace, job.recipe)
     print(
         f"{job.dataset}: {len(index.lengths):,} rows, {sum(index.lengths):,} tokens, {num_shards} "
-        f"shards of {gib(needed)} in all, {num_kept} of them kept; {gib(free)} free; about "
-        f"{duration(hours)} for all; "
+        f"shards of {gib(needed)} in all, {num_kept} of them kept; {gib(free)} free; "
+        f"{hours} for all; "
         f"{index.left_out:,} rows left out, {TOO_LONG} {work.task.settings.max_length}",
         flush=True,
     )

@@ -44,15 +44,17 @@ class Forecast:
     """Shards that are there, of this extraction or of an earlier one."""
     needed_bytes: int
     present_bytes: int
-    hours: float
-    """For all rows."""
+    hours: float | None
+    """For all rows; None when nothing tells them."""
+    hours_told: str
+    """For people, or why they are unknown."""
 
     def line(self) -> str:
         left_out = f", {self.left_out:,} rows left out as too long" if self.left_out else ""
         present = f", {self.num_present:,} shards are there" if self.num_present else ""
         return (
             f"{len(self.lengths):,} rows, {sum(self.lengths):,} tokens in {self.num_shards:,} "
-            f"shards, {gib(self.needed_bytes)}, about {duration(self.hours)}{left_out}{present}"
+            f"shards, {gib(self.needed_bytes)}, {self.hours_told}{left_out}{present}"
         )
 
     def counts(self) -> dict[str, Any]:
@@ -61,7 +63,7 @@ class Forecast:
             "tokens": sum(self.lengths),
             "shards": self.num_shards,
             "bytes": self.needed_bytes,
-            "hours": round(self.hours, 3),
+            "hours": None if self.hours is None else round(self.hours, 3),
         }
 
 
@@ -72,6 +74,7 @@ def forecast(dataset: str, workspace: Workspace, recipe: Recipe) -> Forecast:
     num_shards = len(plan_shards(index.lengths, settings.shard_tokens))
     present = list(workspace.hidden_states(dataset).root.glob("shard-*"))
     num_tokens = sum(index.lengths)
+    hours, told = hours_for(num_tokens, workspace, recipe)
     return Forecast(
         dataset=dataset,
         lengths=index.lengths,
@@ -80,12 +83,24 @@ def forecast(dataset: str, workspace: Workspace, recipe: Recipe) -> Forecast:
         num_present=len(present),
         needed_bytes=footprint(recipe).bytes(num_shards, len(index.lengths), num_tokens),
         present_bytes=sum(path.stat().st_size for path in present),
-        hours=num_tokens / tokens_per_s(workspace, recipe) / 3600,
+        hours=hours,
+        hours_told=told,
     )
 
 
-def tokens_per_s(workspace: Workspace, recipe: Recipe) -> float:
-    """As last measured here, else by arithmetic."""
+def hours_for(num_tokens: int, workspace: Workspace, recipe: Recipe) -> tuple[float | None, str]:
+    """Hours that the states of so many tokens take, and the same for people; None and the reason
+    when nothing tells them."""
+    rate = tokens_per_s(workspace, recipe)
+    if rate is None:
+        absent = absent_fields(text_config(Path(recipe.target.path)))
+        return None, f"hours unknown: config.json has no {', '.join(absent)}"
+    hours = num_tokens / rate / 3600
+    return hours, f"about {duration(hours)}"
+
+
+def tokens_per_s(workspace: Workspace, recipe: Recipe) -> float | None:
+    """As last measured here, else by arithmetic; None when config.json says too little for that."""
     measured = [
         (progress["time"], progress["tokens_per_second"])
         for progress in map(_progress, _extractions(workspace, recipe))
@@ -94,19 +109,32 @@ def tokens_per_s(workspace: Workspace, recipe: Recipe) -> float:
     if measured:
         return float(max(measured)[1])
     config = text_config(Path(recipe.target.path))
+    if absent_fields(config):
+        return None
     return recipe.extract.forecast_tflops * 1e12 / (2 * active_parameters(config))
+
+
+def absent_fields(config: dict[str, Any]) -> list[str]:
+    """What ``active_parameters`` needs and the text model's config.json does not have."""
+    needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+    if config.get("kv_lora_rank"):
+        needed += ["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+    has_experts = config.get("num_experts_per_tok") and config.get("moe_intermediate_size")
+    if config.get("first_k_dense_replace") or not has_experts:
+        needed.append("intermediate_size")
+    return [name for name in needed if not config.get(name)]
 
 
 def active_parameters(config: dict[str, Any]) -> float:
     """Weights that one token meets: attention and experts of every layer, and the output matrix.
 
-    ``config`` is the text model's config.json: dense or of experts, plain or latent attention.
+    ``config`` is the text model's config.json: dense or of experts, plain or latent attention. It
+    has every field of ``absent_fields``.
     """
     hidden = config["hidden_size"]
     num_layers = config["num_hidden_layers"]
     heads = config["num_attention_heads"]
-    if "kv_lora_rank" in config:
-        latent = config["kv_lora_rank"]
+    if latent := config.get("kv_lora_rank"):
         plain, rotated = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
         value = config["v_head_dim"]
         query_rank = config.get("q_lora_rank")
@@ -119,12 +147,13 @@ def active_parameters(config: dict[str, Any]) -> float:
             + heads * value * hidden
         )
     else:
-        size = config.get("head_dim") or hidden // heads
+        head_size = config.get("head_dim") or hidden // heads
         key_heads = config.get("num_key_value_heads") or heads
-        attention = 2 * hidden * size * (heads + key_heads)
-    dense = 3 * hidden * config["intermediate_size"]
+        attention = 2 * hidden * head_size * (heads + key_heads)
+    size = config.get("intermediate_size") or 0
+    dense = 3 * hidden * size
     experts = config.get("num_experts_per_tok") or 0
-    expert = 3 * hidden * (config.get("moe_intermediate_size") or config["intermediate_size"])
+    expert = 3 * hidden * (config.get("moe_intermediate_size") or size)
     shared = config.get("n_shared_experts") or 0
     num_dense = min(config.get("first_k_dense_replace") or 0, num_layers) if experts else num_layers
     sparse = (experts + shared) * expert
@@ -132,7 +161,15 @@ def active_parameters(config: dict[str, Any]) -> float:
     return float(num_layers * attention + mlps + config["vocab_size"] * hidden)
 
 
-def shortage(workspace: Workspace, recipe: Recipe, wanted: Sequence[Forecast]) -> str | None:
+@dataclass(frozen=True)
+class Shortage:
+    """Of the disk that all datasets share."""
+
+    reason: str
+    missing_bytes: int
+
+
+def shortage(workspace: Workspace, recipe: Recipe, wanted: Sequence[Forecast]) -> Shortage | None:
     """Why the disk cannot take all of ``wanted``, and each limit that would make it; None when it
     can."""
     room_bytes = _free_bytes(workspace.root) + sum(each.present_bytes for each in wanted)
@@ -150,12 +187,15 @@ def shortage(workspace: Workspace, recipe: Recipe, wanted: Sequence[Forecast]) -
         remedies.append(f"extract only {', '.join(names)}")
     shard_bytes = states.bytes(1, 1, recipe.extract.shard_tokens)
     spooled = min(int(room_bytes / SPARE / shard_bytes) - 1, sum(e.num_shards for e in wanted))
-    if spooled >= _FEWEST_SPOOLED:
+    if recipe.spools:
+        remedies.append("run the train DAG instead, which makes them itself: the recipe spools")
+    elif spooled >= _FEWEST_SPOOLED:
         remedies.append(f"set train.spool_shards to {spooled} at most, which keeps no more at once")
-    return (
+    return Shortage(
         f"hidden states of {len(wanted)} datasets, {sum(lengths):,} tokens, need "
         f"{gib(needed_bytes * SPARE)}, the disk has {gib(room_bytes)} for them: "
-        f"{'; or '.join([*remedies, 'use a larger workspace'])}"
+        f"{'; or '.join([*remedies, 'use a larger workspace'])}",
+        int(needed_bytes * SPARE - room_bytes) + 1,
     )
 
 

@@ -18,7 +18,7 @@ from drafter.files import count_lines, read_section
 from drafter.identity import generation_identity
 from drafter.jsonl import damage, rows
 from drafter.layout import Prepared, Workspace
-from drafter.plan import Plan, decide, run_name
+from drafter.plan import MISSING_BYTES, Plan, decide, run_name
 from drafter.recipe import Recipe
 from drafter.rows import Family, key_fault
 from drafter.sessions import refuse_other_identity
@@ -46,30 +46,45 @@ def foresee(
             return replace(plan, reason=f"{plan.reason}; {_spool(workspace, recipe)}")
         return look(plan, workspace.prepared(dataset), recipe, token_budget, mode)
     except (RecipeError, DataError) as error:
-        return replace(plan, action="refuse", reason=str(error))
+        return _refused(plan, error)
 
 
 def foresee_extraction(plans: list[Plan], workspace: Workspace, recipe: Recipe) -> list[Plan]:
     """Plans for extract with bytes and hours; all that would start are refused when the disk
-    cannot take them together, for which of them to leave out is nobody's guess."""
+    cannot take them together, for which of them to leave out is nobody's guess.
+
+    Such a refusal is of all datasets, and says in its counts how many bytes are missing; any other
+    is of its own dataset alone.
+    """
     from drafter import forecast
 
-    wanted = {}
+    wanted, foreseen = {}, []
     for plan in plans:
+        line = plan
         if plan.action == "start":
-            wanted[plan.dataset] = forecast.forecast(plan.dataset, workspace, recipe)
-    missing = forecast.shortage(workspace, recipe, list(wanted.values())) if wanted else None
+            try:
+                found = forecast.forecast(plan.dataset, workspace, recipe)
+            except DataError as error:
+                line = _refused(plan, error)
+            else:
+                wanted[plan.dataset] = found
+                story = f"{plan.reason}; {found.line()}"
+                line = replace(plan, reason=story, counts=found.counts())
+        foreseen.append(line)
+    short = forecast.shortage(workspace, recipe, list(wanted.values())) if wanted else None
+    if short is None:
+        return foreseen
+    missing = {MISSING_BYTES: short.missing_bytes}
     return [
-        replace(
-            plan,
-            action="refuse" if missing else plan.action,
-            reason=missing or f"{plan.reason}; {wanted[plan.dataset].line()}",
-            counts=wanted[plan.dataset].counts(),
-        )
-        if plan.dataset in wanted
-        else plan
-        for plan in plans
+        replace(_refused(line, RecipeError(short.reason)), counts={**line.counts, **missing})
+        if line.dataset in wanted
+        else line
+        for line in foreseen
     ]
+
+
+def _refused(plan: Plan, error: RecipeError | DataError) -> Plan:
+    return replace(plan, action="refuse", reason=str(error), exit_code=error.exit_code)
 
 
 def look(

@@ -6,11 +6,14 @@ is never a warning. A gate that fails raises DataError naming the sample and the
 other one sees.
 
     check_low_layer     before the first shard: layer 0 is the embedding of the ids, or a low layer
-                        that of a plain forward of the first layers
+                        that of a plain forward of the first layers; where layer 0 is the plain
+                        embedding, of every row
     check_reference     before the first shard: every stored layer equals a plain forward of the
                         target, and the head that training reads gives the target's own logits
     check_alone         every shard: a row computed in a batch equals the same row computed alone,
                         for one drawn row and for the one that predicts its response worst
+    check_again         every shard, of every server, and of one that comes back: a row whose states
+                        were compared with the target still has them
     check_next_tokens   every shard: lm_head(norm(final[t])) predicts the token that follows
 
 T = tokens of one row, A = auxiliary layers, D = hidden size, V = vocabulary.
@@ -187,6 +190,32 @@ def check_alone(
     )
 
 
+def check_again(
+    sample_id: str, maker: str, got: Features, proven: Features, aux_layers: Sequence[int]
+) -> float:
+    """``got``, what ``maker`` (a server's URL) makes of a row now, equals the ``proven`` states of
+    that row; returns the largest median error."""
+    wanted = _named(proven, aux_layers)
+
+    def tried(index: int, states_TD: torch.Tensor) -> Iterator[Cause]:
+        for name, want_TD in wanted:
+            yield Cause(f"it is {name} instead", states_TD, want_TD)
+        yield from causes.shifts(states_TD, wanted[index][1])
+        foreign = "this server runs other layers or weights than before, start it as it was"
+        yield Cause(foreign, states_TD, states_TD)
+
+    return max(
+        _compare(
+            f"{sample_id}: {name} of {maker} differs from its proven states",
+            states_TD,
+            wanted[index][1],
+            tried(index, states_TD),
+            _TOLERANCES[proven.final_TD.dtype],
+        )
+        for index, (name, states_TD) in enumerate(_named(got, aux_layers))
+    )
+
+
 def check_next_tokens(
     rows: Sequence[Row],
     matches: Sequence[int],
@@ -230,10 +259,12 @@ def _compare(
     found = causes.errors(got, want)
     if found.within(allowed):
         return found.typical
+    cause = causes.likely(tried, allowed)
+    if cause == causes.UNKNOWN:
+        cause = causes.begins_late(got, want, allowed)
     raise DataError(
         f"{what} by {found.typical:.2g} in the median and {found.worst:.2g} at worst, allowed are "
-        f"{allowed.typical:.2g} and {allowed.worst:.2g}: likely cause: "
-        f"{causes.likely(tried, allowed)}"
+        f"{allowed.typical:.2g} and {allowed.worst:.2g}: likely cause: {cause}"
     )
 
 

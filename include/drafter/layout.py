@@ -37,8 +37,11 @@
                                    witness.safetensors: a few rows with states, where the recipe
                                    spools (section spool)
                                    export/{sglang,vllm}/  manifest.json (sections train, export)
-      spool/<run>/                 shard-000000.safetensors ...  position.json: see
-                                   drafter.spool_store; gone when the run is trained
+      spool/<run>/                 shard-000000.safetensors ...  position.json
+                                   producer.end.json  trainer.end.json: see drafter.spool_store;
+                                   gone when the run is trained
+      spool/.<run>.producer        flocks of the two sides, which stay: a network file system keeps
+      spool/.<run>.trainer         a directory that holds a file somebody has open
       jobs/<phase>/<dataset>/      job.json state.json progress.json log exit lease
                                    stop stopped .start .exit.reserved: see JobDir
                                    (dataset "all", with a .lock, for prepare, spool, train,
@@ -177,9 +180,31 @@ class DrafterRun:
         return self.root / "export" / engine
 
     @property
+    def served(self) -> Path:
+        return self.root / "served.json"
+
+    @property
     def witness(self) -> Path:
         """A shard of a few rows that outlives the spool: a head can be compared with its states."""
         return self.root / "witness.safetensors"
+
+
+@dataclass(frozen=True)
+class SpoolSide:
+    """One of the two processes that meet in ``spool/<run>``."""
+
+    spool: Path
+    name: str
+
+    @property
+    def lock(self) -> Path:
+        """flock: held while it is there."""
+        return self.spool.with_name(f".{self.spool.name}.{self.name}")
+
+    @property
+    def end(self) -> Path:
+        """{exit_code, reason}: why it ended for good."""
+        return self.spool / f"{self.name}.end.json"
 
 
 @dataclass(frozen=True)
@@ -193,14 +218,14 @@ class Spool:
         return self.root / "position.json"
 
     @property
-    def producer(self) -> Path:
-        """flock: held while shards are being made."""
-        return self.root / ".producer"
+    def producer(self) -> SpoolSide:
+        """Who makes shards."""
+        return SpoolSide(self.root, "producer")
 
     @property
-    def trainer(self) -> Path:
-        """flock: held while they are being trained on."""
-        return self.root / ".trainer"
+    def trainer(self) -> SpoolSide:
+        """Who trains on them."""
+        return SpoolSide(self.root, "trainer")
 
     def shard(self, index: int) -> Path:
         return self.root / f"shard-{index:06d}.safetensors"
@@ -306,7 +331,7 @@ class Workspace:
         return Spool(self.root / "spool" / run)
 
     def spools(self) -> list[Spool]:
-        return [Spool(root) for root in sorted((self.root / "spool").glob("*"))]
+        return [Spool(root) for root in sorted((self.root / "spool").glob("[!.]*"))]
 
     @property
     def jobs(self) -> Path:

@@ -63,6 +63,8 @@ class _SoftCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor, Tensor]:
         steps, device = len(states), weight.device
         learns = any(ctx.needs_input_grad)
+        # Under autocast each product would convert these anew, and they are the largest there are.
+        matrix, wanted_matrix = _for_products(weight), _for_products(judge.weight_DH)
         count = judge.count_K
         if count is None:
             count = torch.stack([(judge.left_Q > i).sum() for i in range(steps)]).float()
@@ -73,12 +75,12 @@ class _SoftCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         for begin in range(0, len(judge.left_Q), _CHUNK):
             end = min(begin + _CHUNK, len(judge.left_Q))
-            wanted = (judge.normed_QH[begin:end] @ judge.weight_DH.T).float().softmax(-1)
+            wanted = (judge.normed_QH[begin:end] @ wanted_matrix.T).float().softmax(-1)
             best = wanted.argmax(-1)
             for i, state in enumerate(states):
                 start = slice(max(begin - i, 0), max(end - i, 0))
                 row = slice(start.start + i - begin, None)
-                drawn = (state[start] @ weight.T).float().log_softmax(-1)
+                drawn = (state[start] @ matrix.T).float().log_softmax(-1)
                 kept = (judge.left_Q[start] > i).float()
                 hits[i] += ((drawn.argmax(-1) == best[row]) * kept).sum()
                 loss[i] -= ((wanted[row] * drawn).sum(-1) * kept).sum()
@@ -86,7 +88,7 @@ class _SoftCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
                     continue
                 slope = drawn.exp_().sub_(wanted[row]).mul_((kept * factor[i])[:, None])
                 slope = slope.to(state.dtype)
-                grads[i][start] = slope @ weight
+                grads[i][start] = slope @ matrix
                 weight_grad += slope.T @ state[start]
         ctx.save_for_backward(weight_grad.to(weight.dtype), *grads)
         ctx.mark_non_differentiable(mean := loss * share, accuracy := hits * share)
@@ -95,3 +97,10 @@ class _SoftCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *(grad * saved for saved in ctx.saved_tensors)
+
+
+def _for_products(matrix: Tensor) -> Tensor:
+    """In the dtype that matrix products have here."""
+    device = matrix.device.type
+    lower = torch.is_autocast_enabled(device)
+    return matrix.to(torch.get_autocast_dtype(device)) if lower else matrix

@@ -29,12 +29,50 @@ def has_pidfd() -> bool:
     return True
 
 
-def available_gb() -> float:
-    """Memory that can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 / 1e9
-    return 0.0
+def available_gb(root: Path = Path("/")) -> float:
+    """Memory that can be had without swapping: of the machine, and of what its limits leave to this
+    process (a container's, or any group's that it is in), the least. ``root`` holds proc and sys.
+
+    Source: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of Linux.
+    """
+    left = [
+        int(line.split()[1]) * 1024
+        for line in (root / "proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    ]
+    groups = root / "sys/fs/cgroup"
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            v2 = ("memory.max", "memory.current", "inactive_file")
+            left += _left_bytes(groups, path, *v2)
+        elif "memory" in controllers.split(","):
+            v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            left += _left_bytes(groups / "memory", path, *v1)
+    return max(min(left, default=0), 0) / 1e9
+
+
+def _left_bytes(groups: Path, path: str, limit: str, usage: str, cache: str) -> list[int]:
+    """What each limited group leaves, from ``path`` up to the root. A container may see its own
+    group as the root, whatever ``path`` says. ``cache``: the line of memory.stat with what the
+    kernel drops when memory is wanted."""
+    inner = groups / path.strip("/")
+    found = []
+    for group in dict.fromkeys([inner, *inner.parents]):
+        if group.is_relative_to(groups):
+            limits, used = _lines(group / limit), _lines(group / usage)
+            if limits and used and limits[0].isdecimal() and used[0].isdecimal():
+                stat = dict(line.split(" ", 1) for line in _lines(group / "memory.stat"))
+                found.append(int(limits[0]) - int(used[0]) + int(stat.get(cache, 0)))
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    """Of a file of the kernel; none where it has none."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def gpus() -> list[str]:

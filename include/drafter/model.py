@@ -156,8 +156,9 @@ class Drafter(nn.Module):  # type: ignore[misc]
         ``recompute``: see :class:`Unroll`."""
         unroll = Unroll(self, batch, recompute)
         states = [unroll.first()]
-        for step in range(1, steps):
-            states.append(unroll.next(batch.next_Q.roll(1 - step)))
+        if steps > 1:
+            told = unroll.tell(batch.next_Q)
+            states += [unroll.follow(told.roll(1 - step, 0)) for step in range(1, steps)]
         return [self.norm(state) for state in states]
 
 
@@ -166,13 +167,15 @@ class Unroll:
 
     Step 0 runs over all slots, because later slots see its keys; queries and everything after
     attention are computed for starts only. Later steps see each other's keys within one draft.
+    A token adds the same to queries, keys and values in whichever step it is read, so later steps
+    take that part apart: in training it is computed once for all of them.
 
     With ``recompute`` backward keeps of every step what the next ones read (state, key, value) and
     computes the rest of it once more: the same numbers, a step's activations at a time.
     """
 
     def __init__(self, drafter: Drafter, batch: Batch, recompute: bool = False) -> None:
-        self._steps, self._recompute = _Steps(drafter, batch), recompute
+        self._steps, self._recompute = _Steps.of(drafter, batch), recompute
         self._own: list[_KeyValue] = []
 
     def first(self) -> Tensor:
@@ -182,10 +185,18 @@ class Unroll:
 
     def next(self, token: Tensor) -> Tensor:
         """A later step: states [Q, H] from those of the step before and ``token`` int64 [Q]."""
+        return self.follow(self.tell(token))
+
+    def tell(self, token: Tensor) -> Tensor:
+        """What queries, keys and values get of ``token`` int64 [Q] alone, side by side."""
+        return self._steps.tell(token)
+
+    def follow(self, told: Tensor) -> Tensor:
+        """A later step, of what :meth:`tell` says of its tokens."""
         # A copy: what is computed once more must not see keys of steps after it.
         own = list(self._own)
         self._state, *pair = self._computed(
-            self._steps.later, token, self._state, tuple(self._seen), own
+            self._steps.later, told, self._state, tuple(self._seen), own
         )
         self._own.append((pair[0], pair[1]))
         return self._state
@@ -206,56 +217,73 @@ class _Steps:
 
     drafter: Drafter
     batch: Batch
+    sizes: tuple[int, ...]
+    """Of queries, keys and values."""
+    of_token: Tensor
+    """Columns of their three matrices, one below another, that read the token ..."""
+    of_state: Tensor
+    """... and the state."""
+
+    @classmethod
+    def of(cls, drafter: Drafter, batch: Batch) -> _Steps:
+        attention = drafter.midlayer.self_attn
+        matrices = (attention.q_proj, attention.k_proj, attention.v_proj)
+        both = torch.cat([matrix.weight for matrix in matrices])
+        sizes = tuple(matrix.out_features for matrix in matrices)
+        return cls(drafter, batch, sizes, *both.chunk(2, 1))
 
     def first(self) -> tuple[Tensor, Tensor, Tensor]:
         """State, key and value of step 0."""
-        batch = self.batch
+        batch, layer = self.batch, self.drafter.midlayer
         fused = self.drafter.fc(batch.aux_SAH.flatten(1))
-        read = self._beside(batch.read_S, fused)
-        key, value = self._key_value(read, batch.position_S)
+        read = torch.cat([self._embedded(batch.read_S), layer.hidden_norm(fused)], -1)
+        key, value = layer.self_attn.k_proj(read), layer.self_attn.v_proj(read)
+        seen = self._rotated(key, batch.position_S), self._heads(value)
         starts = batch.start_Q
-        position = batch.position_S[starts]
-        state = self._layer(read[starts], fused[starts], position, (key, value), [])
-        return state, key, value
+        query = layer.self_attn.q_proj(read[starts])
+        state = self._layer(query, fused[starts], batch.position_S[starts], seen, [])
+        return state, *seen
+
+    def tell(self, token: Tensor) -> Tensor:
+        return F.linear(self._embedded(token), self.of_token)
 
     def later(
-        self, token: Tensor, before: Tensor, seen: _KeyValue, own: list[_KeyValue]
+        self, told: Tensor, before: Tensor, seen: _KeyValue, own: list[_KeyValue]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """State, key and value of the step after those that ``own`` is of."""
         position = self.batch.position_S[self.batch.start_Q] + len(own) + 1
-        read = self._beside(token, before)
-        key, value = self._key_value(read, position)
-        state = self._layer(read, before, position, seen, [*own, (key, value)])
-        return state, key, value
+        normed = self.drafter.midlayer.hidden_norm(before)
+        query, key, value = torch.addmm(told, normed, self.of_state.T).split(self.sizes, -1)
+        pair = self._rotated(key, position), self._heads(value)
+        return self._layer(query, before, position, seen, [*own, pair]), *pair
 
-    def _beside(self, token: Tensor, state: Tensor) -> Tensor:
-        layer = self.drafter.midlayer
-        embedded = F.embedding(token, self.drafter.embed).to(state.dtype)
-        return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(state)], -1)
-
-    def _key_value(self, read: Tensor, position: Tensor) -> _KeyValue:
-        shape, attention = self.drafter.shape, self.drafter.midlayer.self_attn
-        heads = (len(read), shape.num_kv_heads, shape.head_dim)
-        key = rotate(attention.k_proj(read).view(heads), position, shape.rope_theta)
-        return key, attention.v_proj(read).view(heads)
+    def _embedded(self, token: Tensor) -> Tensor:
+        drafter = self.drafter
+        embedded = F.embedding(token, drafter.embed).to(drafter.fc.weight.dtype)
+        normed: Tensor = drafter.midlayer.input_layernorm(embedded)
+        return normed
 
     def _layer(
         self,
-        read: Tensor,
+        query: Tensor,
         residual: Tensor,
         position: Tensor,
         seen: _KeyValue,
         own: list[_KeyValue],
     ) -> Tensor:
         """``seen``: of step 0; ``own``: of every later step so far."""
-        shape, layer = self.drafter.shape, self.drafter.midlayer
-        query = layer.self_attn.q_proj(read).view(len(read), shape.num_heads, shape.head_dim)
-        query = rotate(query, position, shape.rope_theta)
-        groups = query.view(len(read), shape.num_kv_heads, -1, shape.head_dim)
-        attended = attend(groups, *seen, own, self.batch.spans)
+        layer, groups = self.drafter.midlayer, seen[0].shape[1]
+        query = self._rotated(query, position).unflatten(1, (groups, -1))
+        attended = attend(query, *seen, own, self.batch.spans)
         state = residual + layer.self_attn.o_proj(attended.flatten(1))
         out: Tensor = state + layer.mlp(layer.post_attention_layernorm(state))
         return out
+
+    def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
+        return rotate(self._heads(x), position, self.drafter.shape.rope_theta)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.drafter.shape.head_dim))
 
 
 def rotate(x: Tensor, position: Tensor, theta: float) -> Tensor:

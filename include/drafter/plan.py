@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from drafter import approval, source_files
+from drafter import approval, imported, source_files, start_files
 from drafter.errors import DataError, RecipeError
 from drafter.files import count_lines, digest, file_record, read_json, read_section
 from drafter.identity import (
@@ -25,7 +25,7 @@ from drafter.layout import ALL, Prepared, Workspace
 from drafter.recipe import Recipe
 
 PER_DATASET = ("generate", "validate", "extract", "evaluate")
-OVER_ALL = ("prepare", "spool", "train", "export")
+OVER_ALL = ("prepare", "spool", "train", "export", "served")
 PHASES = PER_DATASET + OVER_ALL
 
 Mode = Literal["resume", "restart", "adopt"]
@@ -38,6 +38,9 @@ Action = Literal[
 ]
 """``pilot``: rows of one are missing; ``approve``: they wait for a person's approval."""
 
+MISSING_BYTES = "missing_bytes"
+"""Among the counts of a plan that is refused because the disk, which all share, lacks room."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -48,6 +51,8 @@ class Plan:
     action: Action
     reason: str
     counts: dict[str, Any]
+    exit_code: int = 0
+    """Of the error that a start would end with, where that is known: of "refuse"."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,11 +73,12 @@ def decide(
     counts = section["counts"] if section else {}
 
     def plan(action: Action, reason: str) -> Plan:
-        if phase == "extract" and recipe.spools and action != "done":
+        if phase == "extract" and recipe.spools:
             reason += "; not needed, the recipe spools: the train DAG makes its states itself"
-        return Plan(phase, dataset, action, reason, counts)
+        exit_code = DataError.exit_code if action == "refuse" else 0
+        return Plan(phase, dataset, action, reason, counts, exit_code)
 
-    if phase == "extract" and section is not None and "imported" in section["inputs"]:
+    if phase == "extract" and imported.is_so(section):
         return plan(*_imported(dataset, section, workspace, recipe))
     prepared = workspace.prepared(dataset)
     archived = bool(run_id) and prepared.archive(run_id).exists()
@@ -83,7 +89,8 @@ def decide(
     try:
         wanted = inputs(phase, dataset, workspace, recipe)
     except DataError as error:
-        return plan("wait", str(error))
+        instead = _instead_of_rows(dataset, workspace, recipe) if phase == "validate" else None
+        return plan(*(instead or ("wait", str(error))))
     if phase == "generate":
         stored = count_lines(prepared.responses)
         shortfall = None
@@ -168,7 +175,12 @@ def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> di
         raise RecipeError("the recipe does not spool: set train.spool_shards, or run extract")
     if phase in ("spool", "train"):
         states = _to_be_made if recipe.spools else _stored
-        return {**states(workspace, recipe), "train": recipe.train.rules()}
+        start = start_files.identity(recipe.train.start_from)
+        return {**states(workspace, recipe), "train": recipe.train.rules(), **start}
+    if phase == "served" and recipe.evaluate.served is None:
+        raise RecipeError(
+            "the recipe names no server that drafts: add [evaluate.served] with the urls of one"
+        )
     run = workspace.drafter(run_name(workspace, recipe))
     trained = digest(_finished(run.manifest, "train")["inputs"])
     if phase == "evaluate":
@@ -176,13 +188,18 @@ def inputs(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> di
             "train": trained,
             "checkpoint": recipe.train.export,
             "dataset": dataset,
-            "evaluate": recipe.evaluate.model_dump(mode="json"),
+            "evaluate": recipe.evaluate.rules(),
         }
     if phase == "export":
         evaluated = {
             name: digest(_evaluation(run.evaluation(name))) for name in recipe.dataset_names
         }
         return {"train": trained, "checkpoint": recipe.train.export, "evaluated": evaluated}
+    if phase == "served":
+        exported = _finished(run.manifest, "export")["files"]
+        # The model card may tell what was measured with the files.
+        weights = {name: file for name, file in exported.items() if not name.endswith(".md")}
+        return {"export": digest(weights), "evaluate": recipe.evaluate.model_dump(mode="json")}
     raise RecipeError(f"no phase {phase!r}: there are {', '.join(PHASES)}")
 
 
@@ -203,6 +220,8 @@ def read_phase(
     if phase == "evaluate":
         path = run.evaluation(dataset)
         return read_json(path) if path.exists() else None
+    if phase == "served":
+        return read_json(run.served) if run.served.exists() else None
     return read_section(run.manifest, phase)
 
 
@@ -256,7 +275,7 @@ def changed_files(phase: str, dataset: str, workspace: Workspace, recipe: Recipe
     if phase == "prepare":
         return changed_prompts(workspace, recipe)
     section = read_phase(phase, dataset, workspace, recipe) or {}
-    if phase in ("spool", "train", "export"):
+    if phase in ("spool", "train", "export", "served"):
         root = workspace.drafter(run_name(workspace, recipe)).root
     elif phase == "extract":
         root = workspace.hidden_states(dataset).root
@@ -274,23 +293,21 @@ def changed_files(phase: str, dataset: str, workspace: Workspace, recipe: Recipe
 
 def _imported(
     dataset: str, section: dict[str, Any], workspace: Workspace, recipe: Recipe
-) -> tuple[Action, str]:
-    """States of another system are done as long as they are whole and of the recipe's target:
-    extraction could not make them again, so it never replaces them."""
-    root = workspace.hidden_states(dataset).root
-    origin = f"imported from {section['inputs']['imported']}"
-    identity = section["identity"]
-    found = [identity["target"], identity["revision"]]
-    wanted = [recipe.target.path, recipe.target.revision]
+) -> tuple[imported.Verdict, str]:
     spoilt = changed_files("extract", dataset, workspace, recipe)
-    if found == wanted and not spoilt:
-        return "done", f"{origin}, not extracted"
-    fault = (
-        f"missing or changed: {', '.join(spoilt)}"
-        if spoilt
-        else f"of revision {found[1]} of {found[0]}, the recipe says {wanted[1]} of {wanted[0]}"
-    )
-    return "refuse", f"{origin}, {fault}: import it again, or move {root} away and extract"
+    return imported.judge(section, spoilt, workspace.hidden_states(dataset), recipe)
+
+
+def _instead_of_rows(
+    dataset: str, workspace: Workspace, recipe: Recipe
+) -> tuple[Action, str] | None:
+    """Of validate, for a dataset without rows whose states another system made; None for others."""
+    section = read_phase("extract", dataset, workspace, recipe)
+    rows = workspace.prepared(dataset).responses
+    if recipe.spools or rows.exists() or not imported.is_so(section):
+        return None
+    verdict, reason = _imported(dataset, section, workspace, recipe)
+    return ("done", imported.NO_ROWS) if verdict == "done" else ("wait", reason)
 
 
 def _shortfall(

@@ -1,12 +1,15 @@
 """Makes shards with an engine that runs the target, and lets none past a gate.
 
 A task is everything that decides a shard's bytes. The engine is opened once per run, proves itself
-on the first rows, and then makes one shard after another.
+on the first rows, and then makes one shard after another. After each, every server must still give
+the states that one of these rows had.
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +28,8 @@ _LOGITS_AT_ONCE = 1 << 28
 """Elements of one block of logits, whatever the vocabulary: 1 GiB in float32."""
 _PROBE_ROWS = 4
 """First rows that share a batch for the comparison with a plain forward."""
+_PROBE_TOKENS = 8
+"""Rows shorter than this prove little: one token has no neighbour, and no position but 0."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,10 @@ class ShardMaker:
         self._rows = rows
         self._advance = advance
         self._backend = open_backend(task.target, task.dtype, task.aux_layers)
-        self._reference_error = self._probe()
+        self._embeds = False
+        """Whether layer 0, where it comes along, is the plain embedding of the ids."""
+        self._reference_error, self._proven = self._probe()
+        self._prove()
 
     def make(self, number: int, rows: Sequence[int]) -> Shard:
         """Shard ``number``, with the states of ``rows``. Raises DataError when a gate fails."""
@@ -89,6 +97,8 @@ class ShardMaker:
         gates.check_next_tokens(
             list(shard.rows()), matches, compared, settings.min_argmax_share, self._backend.head
         )
+        # Last: whatever changed while these rows were made shows now.
+        self._prove()
         numbers = {
             "reference_error": self._reference_error,
             "alone_error": alone_error,
@@ -97,39 +107,85 @@ class ShardMaker:
         }
         return replace(shard, header=replace(shard.header, gates=numbers))
 
-    def _probe(self) -> float:
-        """Of the first rows the most padded one, in a batch and in a plain forward."""
-        count = min(_PROBE_ROWS, len(self._rows.lengths))
-        batch: list[Sample] = []
-        for sample in sorted(map(self._sample, range(count)), key=lambda s: len(s.input_ids)):
-            padded = (len(batch) + 1) * len(sample.input_ids)
-            if not batch or padded <= self._task.settings.batch_tokens:
-                batch.insert(0, sample)
-        probed, others = batch[-1], batch[:-1]
-        got = self._features(batch)[-1]
-        want = self._backend.reference(probed.input_ids)
-        errors = []
-        if got.low_TD is not None:
-            errors += self._check_low_layer(probed, got.low_TD.cpu(), want, others)
-        if want is not None and self._is_comparable(want):
-            errors.append(
-                gates.check_reference(
-                    probed.sample_id,
-                    Features(got.aux_TAD.cpu(), got.final_TD.cpu()),
-                    self._task.aux_layers,
-                    want,
-                    lambda: self._backend.head().to("cpu", torch.float32),
-                    self._references(others),
+    def _probe(self) -> tuple[float, tuple[Sample, Features]]:
+        """The shortest of the first rows, as the most padded, and the longest, for what begins late
+        in a row, in a batch and in a plain forward; the largest error, and the shortest proven."""
+        proven, errors = [], []
+        for probed, others, got in self._probed():
+            want = self._backend.reference(probed.input_ids)
+            on_cpu = Features(got.aux_TAD.cpu(), got.final_TD.cpu())
+            proven.append((probed, on_cpu))
+            low_TD = got.low_TD.cpu() if got.low_TD is not None else None
+            if low_TD is not None:
+                errors += self._check_low_layer(probed, low_TD, want, others)
+            if want is not None and self._is_comparable(want):
+                errors.append(
+                    gates.check_reference(
+                        probed.sample_id,
+                        on_cpu,
+                        self._task.aux_layers,
+                        want,
+                        lambda: self._backend.head().to("cpu", torch.float32),
+                        self._references(others),
+                    )
                 )
+            if not errors:
+                raise self._unproven(given=low_TD is not None)
+            if low_TD is not None and self._backend.low_layer == 0:
+                rows_TD = self._backend.head().embed[torch.tensor(probed.input_ids)]
+                self._embeds = want is None or torch.allclose(want.layers[0], rows_TD.float())
+        return max(errors), proven[0]
+
+    def _probed(self) -> Iterator[tuple[Sample, list[Sample], Features]]:
+        """(row to compare, others of its batch, its states): the shortest, then the longest."""
+        batch_tokens = self._task.settings.batch_tokens
+        batch: list[Sample] = []
+        left: list[Sample] = []
+        for sample in sorted(map(self._sample, self._probe_rows()), key=lambda s: len(s.input_ids)):
+            fits = (len(batch) + 1) * len(sample.input_ids) <= batch_tokens
+            (batch if fits or not batch else left).append(sample)
+        batch.reverse()
+        computed = self._features(batch)
+        yield batch[-1], batch[:-1], computed[-1]
+        longest = next((s for s in reversed(left) if len(s.input_ids) <= batch_tokens), None)
+        if longest is not None:
+            yield longest, [], self._features([longest])[0]
+        elif len(batch) > 1:
+            yield batch[0], batch[1:], computed[0]
+
+    def _probe_rows(self) -> list[int]:
+        """The first rows of several tokens; shorter ones only where there are no others."""
+        lengths = self._rows.lengths
+        telling = (row for row, length in enumerate(lengths) if length >= _PROBE_TOKENS)
+        rows = list(itertools.islice(telling, _PROBE_ROWS))
+        return rows or heapq.nlargest(_PROBE_ROWS, range(len(lengths)), key=lengths.__getitem__)
+
+    def _unproven(self, *, given: bool) -> RecipeError:
+        low, target = self._backend.low_layer, self._task.target
+        reason = self._backend.no_reference
+        if given:
+            return RecipeError(
+                f"the server gives layer {low}, but there is nothing to compare it with: no plain "
+                f"forward of the first layers of {target} runs in this process ({reason}): "
+                "extract on a host, or from a checkpoint, where that is not so"
             )
-        if not errors:
-            raise RecipeError(
-                f"the target {self._task.target} is too large, or quantised, for a plain forward "
-                f"in this process, and the server does not give its layer {self._backend.low_layer}"
-                f" to check instead: start the server with layer {self._backend.low_layer} among "
-                "its ids"
-            )
-        return max(errors)
+        return RecipeError(
+            f"no plain forward of the target {target} reaches a stored layer in this process "
+            f"({reason or 'too large, or quantised'}), and the server does not give layer {low} to "
+            f"check instead: start the server with layer {low} among its ids"
+        )
+
+    def _prove(self) -> None:
+        """Of every server the proven row again: one may have been started anew, or for others."""
+        probed, proven = self._proven
+
+        def judge(maker: str, got: Features) -> None:
+            task = self._task
+            batch_gates.check_rows([probed], [got], task.aux_layers, task.hidden_size, task.dtype)
+            batch_gates.check_ids([probed], [got])
+            gates.check_again(probed.sample_id, maker, got, proven, task.aux_layers)
+
+        self._backend.prove(probed.input_ids, judge)
 
     def _is_comparable(self, want: gates.Reference) -> bool:
         """Whether a plain forward reached a layer that is stored."""
@@ -194,7 +250,20 @@ class ShardMaker:
         batch_gates.check_ids(batch, computed)
         batch_gates.check_finite(batch, computed, task.aux_layers)
         batch_gates.check_varied(batch, computed, task.aux_layers)
+        if self._embeds:
+            self._check_embeddings(batch, computed)
         return computed
+
+    def _check_embeddings(self, batch: Sequence[Sample], computed: Sequence[Features]) -> None:
+        embed = self._backend.head().embed
+        for sample, got in zip(batch, computed, strict=True):
+            if got.low_TD is None:
+                continue
+            rows_TD = embed[torch.tensor(sample.input_ids)]
+            others = (
+                (s.sample_id, embed[torch.tensor(s.input_ids)]) for s in batch if s is not sample
+            )
+            gates.check_low_layer(sample.sample_id, got.low_TD.cpu(), 0, [rows_TD], others)
 
     def _matches(
         self, batch: Sequence[Sample], computed: Sequence[Features], checked: Sequence[range]

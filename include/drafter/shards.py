@@ -138,15 +138,17 @@ def write_shard(path: Path, shard: Shard) -> dict[str, Any]:
     sha256 = hashlib.sha256(head)
     size = len(head)
     try:
-        with whole_file(path) as partial, open(partial, "wb") as file:
+        # Beside each other, to the disk's last word: hashing is hardly faster than a good one.
+        with (
+            ThreadPoolExecutor(1) as hasher,
+            whole_file(path) as partial,
+            open(partial, "wb") as file,
+        ):
             file.write(head)
-            # Beside each other: hashing alone is hardly faster than a good disk.
-            with ThreadPoolExecutor(1) as hasher:
-                for block in _blocks(tensors.values()):
-                    hashed = hasher.submit(sha256.update, block)
-                    file.write(block)
-                    hashed.result()
-                    size += len(block)
+            for block in _blocks(tensors.values()):
+                hasher.submit(sha256.update, block)
+                file.write(block)
+                size += len(block)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

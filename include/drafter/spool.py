@@ -22,7 +22,7 @@ from typing import Any
 from drafter import checkpoint, corpus, plan, spool_plan, spool_store, states
 from drafter.backends import OpenBackend, opener
 from drafter.entries import Tokenized
-from drafter.files import clear_partial, file_record, locked, write_section
+from drafter.files import clear_partial, file_record, write_section
 from drafter.job import Job
 from drafter.layout import ALL, DrafterRun
 from drafter.shard_maker import ShardMaker, Task
@@ -35,8 +35,8 @@ _REPORT_SECONDS = 1.0
 
 
 def run(job: Job) -> None:
-    """The phase. DataError when a gate fails, RecipeError when target or disk do not fit, Busy when
-    training has been gone for too long."""
+    """The phase. DataError when a gate fails, RecipeError when target or disk do not fit, either
+    when training ended so for good, Busy when it has been gone for too long."""
     spool(job, opener(job.recipe.extract))
 
 
@@ -46,10 +46,10 @@ def spool(job: Job, open_backend: OpenBackend) -> None:
     inputs = plan.inputs("spool", ALL, workspace, recipe)
     run_ = workspace.drafter(plan.run_name(workspace, recipe))
     store = spool_store.of(workspace, recipe)
-    corpus.verify(workspace, recipe)
-    split = corpus.tokenized(workspace, recipe)
-    planned = spool_plan.plan_spool(split, recipe)
-    with locked(store.spool.producer, wait=True):
+    with store.producing():
+        corpus.verify(workspace, recipe)
+        split = corpus.tokenized(workspace, recipe)
+        planned = spool_plan.plan_spool(split, recipe)
         spool_store.remove_idle(workspace, store.spool)
         if removed := store.sort_out():
             print(f"{removed} shards of other inputs removed from {store.spool.root}", flush=True)
@@ -126,19 +126,23 @@ class _Producer:
         return write_shard(path, self._maker.make(-1, rows))
 
     def fill(self) -> None:
-        """Stay ahead of training until it has ended. Raises Busy when it has been gone too long."""
+        """Stay ahead of training until it has ended. Raises as wait_for_trainer and the gates."""
+        while (number := self._store.wait_for_trainer(self._next)) < len(self._plan.shards):
+            self._make(number)
+
+    def _make(self, number: int) -> None:
+        """One shard. Nothing of it stays in memory while the next one is made."""
         shards = self._plan.shards
-        while (number := self._store.wait_for_trainer(self._next)) < len(shards):
-            shard = self._maker.make(number, shards[number].rows)
-            write_shard(self._store.spool.shard(number), shard)
-            self.made += 1
-            numbers = shard.header.gates
-            share = numbers["argmax_matches"] / max(numbers["response_tokens"], 1)
-            print(
-                f"shard {number + 1} of {len(shards)}: {len(shard)} rows, "
-                f"{len(shard.input_ids_T):,} tokens, argmax share {share:.1%}",
-                flush=True,
-            )
+        shard = self._maker.make(number, shards[number].rows)
+        write_shard(self._store.spool.shard(number), shard)
+        self.made += 1
+        numbers = shard.header.gates
+        share = numbers["argmax_matches"] / max(numbers["response_tokens"], 1)
+        print(
+            f"shard {number + 1} of {len(shards)}: {len(shard)} rows, "
+            f"{len(shard.input_ids_T):,} tokens, argmax share {share:.1%}",
+            flush=True,
+        )
 
     def _next(self) -> int | None:
         """The shard to make now; the number of all when training has ended; None for neither."""

@@ -4,7 +4,11 @@
 
     shard-000123.safetensors   whole or not there; see drafter.shards
     position.json              {need}: the shard that training needs next, written by training
-    .producer  .trainer        flocks that each side holds while it runs
+    producer.end.json          {exit_code, reason}: why a side ended for good; it takes this back
+    trainer.end.json           when it starts again
+
+``spool/.<run>.producer`` and ``spool/.<run>.trainer`` are flocks that each side holds while it
+runs.
 
 The producer makes the shards [need, need + N) that are missing and deletes every other. Training
 waits for shard ``need``, trains on it, then moves the position, which also may go back: after a
@@ -13,30 +17,35 @@ Shards that are whole survive a crash of either side. At most N shards are on di
 that training has mapped when it is deleted.
 
 Each side knows from the other's lock whether it is there: the kernel drops it however a process
-ends. While the other is gone, nobody waits longer than the patience.
+ends. While the other is gone, nobody waits longer than the patience; and not even that when it has
+left word that another start would end the same way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from drafter import plan, states
-from drafter.errors import Busy, DataError
-from drafter.files import digest, read_json, write_json
-from drafter.layout import ALL, Spool, Workspace
+from drafter.errors import Busy, DataError, RecipeError
+from drafter.files import digest, locked, read_json, write_json
+from drafter.layout import ALL, Spool, SpoolSide, Workspace
 from drafter.recipe import Recipe
 from drafter.shard_maker import Task
 from drafter.shards import Shard, read_header, read_shard
 
 T = TypeVar("T")
 LOOK_S = 0.2
+STARTING_S = 120.0
+"""Whoever starts both sides again may start this one first: for so long the last words of the other
+may still be those of its last start."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,18 @@ class SpoolStore:
         except DataError:
             return False
 
+    @contextlib.contextmanager
+    def producing(self) -> Iterator[None]:
+        """For as long as the producer is there."""
+        with _there(self.spool.producer, self.spool.trainer):
+            yield
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """For as long as the trainer is there."""
+        with _there(self.spool.trainer, self.spool.producer):
+            yield
+
     def wait_for_producer(self, condition: Callable[[], T | None]) -> T:
         return _wait(condition, self.spool.producer, "the spool's extraction", self.patience_s)
 
@@ -128,9 +149,10 @@ def remove(spool: Spool) -> int:
 
 
 def remove_idle(workspace: Workspace, own: Spool | None = None) -> None:
-    """Delete the spools of other runs, unless somebody fills them."""
+    """Delete the spools of other runs, unless somebody fills them or trains on them."""
     for other in workspace.spools():
-        if other != own and not is_held(other.producer):
+        held = is_held(other.producer.lock) or is_held(other.trainer.lock)
+        if other != own and not held:
             count = remove(other)
             print(f"{count} shards of another run removed with {other.root}", flush=True)
 
@@ -158,14 +180,41 @@ def _remove(paths: Iterable[Path]) -> int:
     return len(found)
 
 
-def _wait(condition: Callable[[], T | None], lock: Path, who: str, patience_s: float) -> T:
-    """What ``condition`` gives once it gives something. Raises Busy when the other side has not
-    been there for ``patience_s``."""
+@contextlib.contextmanager
+def _there(side: SpoolSide, other: SpoolSide) -> Iterator[None]:
+    """``side`` is there. What ends it for good it leaves as its last words, unless it only ends
+    because of those of ``other``."""
+    with locked(side.lock, wait=True):
+        side.end.unlink(missing_ok=True)
+        try:
+            yield
+        except (RecipeError, DataError) as error:
+            theirs = _last_words(other)
+            if theirs is None or theirs["reason"] not in str(error):
+                # A full disk must not hide the error; the other side then waits its patience.
+                with contextlib.suppress(OSError):
+                    write_json(side.end, {"exit_code": error.exit_code, "reason": str(error)})
+            raise
+
+
+def _wait(condition: Callable[[], T | None], side: SpoolSide, who: str, patience_s: float) -> T:
+    """What ``condition`` gives once it gives something.
+
+    Raises RecipeError or DataError as ``side`` did when that ended for good, Busy when it has not
+    been there for ``patience_s``.
+    """
     seen = time.monotonic()
+    earlier = _last_words(side)
     while (found := condition()) is None:
         now = time.monotonic()
-        if is_held(lock):
-            seen = now
+        words = _last_words(side)
+        if is_held(side.lock):
+            seen, earlier = now, None
+        elif words and (words != earlier or now - seen > min(patience_s, STARTING_S)):
+            kind = RecipeError if words["exit_code"] == RecipeError.exit_code else DataError
+            raise kind(
+                f"{who} ended for good ({words['reason']}): mend that, then start both again"
+            )
         elif now - seen > patience_s:
             raise Busy(
                 f"{who} has not been running for {patience_s:g} s (train.spool_patience_s): start "
@@ -173,3 +222,12 @@ def _wait(condition: Callable[[], T | None], lock: Path, who: str, patience_s: f
             )
         time.sleep(LOOK_S)
     return found
+
+
+def _last_words(side: SpoolSide) -> dict[str, Any] | None:
+    """{exit_code, reason}; None when it has not ended for good since its last start."""
+    try:
+        return read_json(side.end) if side.end.exists() else None
+    except DataError:
+        # Taken back in this moment.
+        return None

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from drafter import layer_ids, start_config
 from drafter.errors import RecipeError
 from drafter.files import digest
 from drafter.recipe import Recipe
@@ -34,9 +35,13 @@ def identity(recipe: Recipe) -> dict[str, Any]:
 def task(recipe: Recipe, inputs: dict[str, Any], tokenized_sha256: str) -> Task:
     """``inputs`` are what plan.inputs says that the states depend on.
 
-    Raises RecipeError when the target's config lacks a size, or the layers are not three of its.
+    Raises RecipeError when the target's config lacks a size, the layers are not three of its, or
+    what is trained from these states could not be started from, or served, as the recipe says.
     """
     config, aux_layers = _target(recipe)
+    layer_ids.for_sglang(aux_layers, config)
+    if recipe.train.start_from is not None:
+        start_config.check(Path(recipe.train.start_from), config, aux_layers)
     # What leaves the shards as they are is left out: changing it costs no second extraction.
     rules = recipe.extract.rules()
     del rules["min_argmax_share"]

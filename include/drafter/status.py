@@ -38,12 +38,13 @@ def read_status(
     """{jobs: {phase: {dataset: ...}}, datasets: {name: {section: ...}}}.
 
     A job is {alive, state, exit, progress, job: {what, start_id, run_id, pilot_rows}}, null where
-    there is none; a dataset holds the SHOWN part of its sections generate, validate, extract, ...,
-    and ``sizes``: {file: bytes now} of what generate and validate left. Without a section generate
-    it has ``stored``: {responses: lines now}, unless the job is alive. With ``verify`` it also
-    holds ``verified``: {file: "ok" | "missing" | "changed: ..."}, each file that generate and
-    validate left and that validate read, compared with the file as it is now by size and then by
-    hash; dates count for nothing. A changed one says which phase saw what, and what is there now.
+    there is none; a dataset holds the SHOWN part of its sections generate, validate, extract, ...
+    (with ``imported``, the other system, where its states come from one), and ``sizes``: {file:
+    bytes now} of what generate and validate left. Without a section generate it has ``stored``:
+    {responses: lines now}, unless the job is alive. With ``verify`` it also holds ``verified``:
+    {file: "ok" | "missing" | "changed: ..."}, each file that generate and validate left and that
+    validate read, compared with the file as it is now by size and then by hash; dates count for
+    nothing. A changed one says which phase saw what, and what is there now.
     ``dataset`` asks about one only.
     """
     workspace = Workspace(Path(workspace_root))
@@ -115,10 +116,15 @@ def _line(name: str, jobs: dict[str, Any], sections: dict[str, Any]) -> list[str
 
 
 def _state(jobs: dict[str, Any], sections: dict[str, Any]) -> str:
-    """The job that runs, else the last one if it failed, else the last phase that is done."""
-    for phase, job in jobs.items():
-        if job["alive"]:
-            return f"{_name(phase, job)} {(job['state'] or {}).get('state', 'starting')}"
+    """The jobs that run, both sides of a spool for one; else the last one that ended; else the last
+    phase that is done."""
+    alive = [
+        f"{_name(phase, job)} {(job['state'] or {}).get('state', 'starting')}"
+        for phase, job in jobs.items()
+        if job["alive"]
+    ]
+    if alive:
+        return ", ".join(alive)
     ended = {
         phase: job["exit"]
         for phase, job in jobs.items()
@@ -129,6 +135,8 @@ def _state(jobs: dict[str, Any], sections: dict[str, Any]) -> str:
         code = ended[phase].get("code")
         said = MEANING.get(code, "failed unexpectedly")
         return f"{_name(phase, jobs[phase])} {said}" + (f" ({code})" if code else "")
+    if system := sections.get("extract", {}).get("imported"):
+        return f"imported from {system}"
     done = [section for section in SECTIONS if section in sections]
     return f"{done[-1]} done" if done else ""
 
@@ -185,6 +193,8 @@ def _dataset(workspace: Workspace, name: str, verify: bool, generating: bool) ->
         section: {key: value[key] for key in SHOWN if key in value}
         for section, value in sections.items()
     }
+    if system := sections.get("extract", {}).get("inputs", {}).get("imported"):
+        shown["extract"]["imported"] = system
     records = _records(prepared, sections)
     shown["sizes"] = {path.name: path.stat().st_size for path in records if path.exists()}
     if "generate" not in sections and not generating and prepared.responses.exists():

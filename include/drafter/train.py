@@ -24,6 +24,7 @@ from drafter import (
     held_out_rows,
     metrics,
     plan,
+    starting_point,
     vocabulary,
 )
 from drafter.corpus import Corpus
@@ -78,13 +79,16 @@ def _train(job: Job, group: Group) -> None:
 
 
 def untrained(recipe: Recipe, rows: Corpus[Entry], head: TargetHead) -> Drafter:
-    """The drafter before its first step: vocabulary by frequency, shape from the target, seeded."""
+    """The drafter before its first step: that of train.start_from, or a new one, seeded, with its
+    vocabulary by frequency and its shape from the target."""
     target = Path(recipe.target.path)
+    aux_layers = tuple(rows.identity["aux_layers"])
+    if recipe.train.start_from:
+        return starting_point.drafter(recipe.train, text_config(target), aux_layers, head)
     responses = (e.input_ids()[e.prompt_tokens :] for e in rows.trained)
     counts = vocabulary.token_counts(responses, len(head.lm_head))
     control = vocabulary.control_ids(target)
-    d2t, t2d = vocabulary.select(counts, recipe.train.draft_vocab_size, control)
-    aux_layers = tuple(rows.identity["aux_layers"])
+    d2t, t2d = vocabulary.select(counts, recipe.train.new_draft_vocab_size, control)
     shape = shape_for(text_config(target), aux_layers, len(d2t), recipe.train.intermediate_size)
     return new_drafter(shape, head, d2t, t2d, recipe.train.seed)
 

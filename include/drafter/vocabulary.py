@@ -54,13 +54,60 @@ def select(counts: Tensor, size: int, control_ids: Iterable[int]) -> tuple[Tenso
 
 def check(d2t: Tensor, t2d: Tensor, origin: str) -> None:
     """Raise DataError naming ``origin`` unless the maps are one order-keeping bijection."""
-    target = d2t + torch.arange(len(d2t))
+    wrong = _wrong_kind("d2t", d2t, torch.int64) or _wrong_kind("t2d", t2d, torch.bool)
+    if wrong:
+        raise DataError(f"{origin}: {wrong}: restore it")
+    target = d2t + torch.arange(len(d2t), device=d2t.device)
     marked = t2d.nonzero().flatten()
     if not torch.equal(target, marked):
         raise DataError(
             f"{origin}: d2t names {len(target)} target ids and t2d marks {len(marked)}, not the "
             "same in ascending order: d2t must hold offsets (target id minus draft id), restore it"
         )
+
+
+def from_others(
+    d2t: Tensor, t2d: Tensor | None, vocab_size: int, origin: str
+) -> tuple[Tensor, Tensor]:
+    """The maps (d2t [D], t2d [V]) of a drafter that was made elsewhere; without t2d it is derived.
+
+    Raises DataError naming ``origin`` unless d2t holds offsets in the order of target ids. One that
+    holds target ids is told by t2d, or by rising at every step: offsets do so only in a vocabulary
+    without two neighbouring ids.
+    """
+    wrong = _wrong_kind("d2t", d2t, torch.int64)
+    if t2d is not None:
+        wrong = wrong or _wrong_kind("t2d", t2d, torch.bool)
+        if not wrong and len(t2d) != vocab_size:
+            wrong = f"t2d covers {len(t2d)} target ids, the target has {vocab_size}"
+    if wrong:
+        raise DataError(f"{origin}: {wrong}: take the drafter as its makers published it")
+    rises = bool((d2t.diff() > 0).all()) and len(d2t) > 1
+    in_range = bool(((d2t >= 0) & (d2t < vocab_size)).all())
+    if rises and in_range and (t2d is None or torch.equal(d2t, t2d.nonzero().flatten())):
+        found = "without t2d to tell offsets from ids" if t2d is None else "those that t2d marks"
+        raise DataError(
+            f"{origin}: d2t rises at every step, so it holds target ids ({found}), needed are "
+            "offsets: subtract each one's draft id, that is its place"
+        )
+    target = d2t + torch.arange(len(d2t))
+    if bool((target < 0).any() | (target >= vocab_size).any() | (target.diff() <= 0).any()):
+        raise DataError(
+            f"{origin}: d2t gives target ids from {int(target.min())} to {int(target.max())}, not "
+            f"each once, ascending and below {vocab_size}: it is of another target, or damaged"
+        )
+    derived = torch.zeros(vocab_size, dtype=torch.bool)
+    derived[target] = True
+    if t2d is not None:
+        check(d2t, t2d, origin)
+    return d2t, derived
+
+
+def _wrong_kind(name: str, found: Tensor, dtype: torch.dtype) -> str | None:
+    if found.dim() == 1 and len(found) and found.dtype == dtype:
+        return None
+    kind = str(dtype).removeprefix("torch.")
+    return f"{name} is {list(found.shape)} of {found.dtype}, needed is one row of {kind}"
 
 
 def control_ids(target_dir: Path) -> list[int]:

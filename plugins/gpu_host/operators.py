@@ -292,11 +292,14 @@ def what(
         "spool": ("extract", "train"),
         "train": ("extract", "train") if recipe.spools else ("train",),
         "export": ("train",),
+        "served": ("evaluate",),
     }.get(phase, (phase,))
     value = {"phase": phase, "dataset": dataset, "target": tree["target"]}
     value |= {section: tree[section] for section in sections}
     if "extract" in sections:
         value["extract"] = recipe.extract.rules()
+    if phase == "evaluate":
+        value["evaluate"] = recipe.evaluate.rules()
     if phase == "prepare":
         limits = ("token_budget", "min_tokens")
         value["datasets"] = [

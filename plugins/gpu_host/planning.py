@@ -8,9 +8,8 @@ from typing import Any
 from airflow.sdk import Asset, BaseOperator
 from airflow.sdk.exceptions import AirflowSkipException, DownstreamTasksSkipped
 
-from drafter.errors import RecipeError
 from drafter.layout import ALL
-from drafter.plan import OVER_ALL
+from drafter.plan import MISSING_BYTES, OVER_ALL
 from drafter.recipe import Recipe
 from gpu_host.commands import failure, output_of
 from gpu_host.dag_options import generated_asset
@@ -26,7 +25,9 @@ class PlanOperator(BaseOperator):
 
     A run that was started by events of single datasets maps over those; any other run over the
     ``datasets`` of its trigger form, or over all; a phase over all datasets is mapped once, as
-    "all". With ``plan_only`` everything after it is skipped. The plan itself is the XCom ``plan``.
+    "all". A refusal that concerns all of them fails here; one of a single dataset is told by that
+    dataset's own task. With ``plan_only`` everything after it is skipped. The plan itself is the
+    XCom ``plan``.
     """
 
     template_fields = ("code",)
@@ -56,11 +57,18 @@ class PlanOperator(BaseOperator):
             self.log.info("plan_only is set: nothing is started")
             context["ti"].xcom_push(key="return_value", value=[])
             raise DownstreamTasksSkipped(tasks=sorted(self.downstream_task_ids))
-        refused = [line for line in plans if line["action"] == "refuse"]
-        if self.phase == "extract" and refused:
-            # One disk for all: the first ones would take the room of the others.
-            raise failure(self.log, RecipeError.exit_code, refused[0]["reason"])
+        for line in plans:
+            if self._is_of_all(line):
+                raise failure(self.log, line["exit_code"], line["reason"])
         return names
+
+    def _is_of_all(self, line: dict[str, Any]) -> bool:
+        """Is it a refusal that no dataset's own job could tell better, or too late?"""
+        if line["action"] != "refuse":
+            return False
+        # One disk for all: the first ones would take the room of the others. And the other side of
+        # a spool would hold its slots while it waits for one that is refused.
+        return self.phase in OVER_ALL or MISSING_BYTES in line["counts"]
 
     def hook(self) -> GpuHostHook:
         return GpuHostHook.of(self.recipe.host, self.code)

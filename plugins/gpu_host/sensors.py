@@ -96,13 +96,25 @@ class _DatasetSensor(BaseOperator):
         """Nothing runs that a retry could wait for."""
         return failure(self.log, DataError.exit_code, reason)
 
+    def imported(self, status: dict[str, Any]) -> dict[str, Any] | None:
+        """Numbers for XCom where another system's states stand for the dataset; None elsewhere, and
+        where the recipe spools, which makes all states itself. Whether they are whole, and of the
+        recipe's target, the plan for extract says."""
+        section = status["datasets"].get(self.dataset, {}).get("extract", {})
+        system = section.get("imported")
+        if system is None or self.recipe.spools:
+            return None
+        self.log.info("%s: its states are imported from %s", self.dataset, system)
+        return {"imported": system, **section["counts"]}
+
     def section(self, status: dict[str, Any]) -> dict[str, Any] | None:
         section: dict[str, Any] | None = status["datasets"].get(self.dataset, {}).get(self.phase)
         return section
 
 
 class TokenBudgetSensor(_DatasetSensor):
-    """Succeeds when generation of the dataset has finished and its rows are still those it left."""
+    """Succeeds when generation of the dataset has finished and its rows are still those it left, or
+    when it has none because its states are imported."""
 
     phase = "generate"
 
@@ -114,6 +126,9 @@ class TokenBudgetSensor(_DatasetSensor):
             f"{tokens} tokens stored, budget {limits.token_budget or 'none'}, minimum"
             f" {limits.min_tokens}"
         )
+        has_rows = section or status["datasets"].get(self.dataset, {}).get("stored")
+        if not has_rows and (imported := self.imported(status)):
+            return imported
         if not (stop_reason and self._is_as_left(status, section)):
             fault, remedy = self._fault(status)
             raise self.unready(f"{fault}: {numbers}; {remedy}")
@@ -150,7 +165,8 @@ class TokenBudgetSensor(_DatasetSensor):
 
 
 class SchemaSensor(_DatasetSensor):
-    """Succeeds when validation has finished, and what it read and left is still as it was then.
+    """Succeeds when validation has finished, and what it read and left is still as it was then; or
+    when the dataset's states are imported, which no row decides.
 
     Every row was checked by validation, so bytes with the same hashes pass. They are hashed anew
     each time, dates are not believed; but only of this dataset, and only when its sizes agree.
@@ -159,6 +175,8 @@ class SchemaSensor(_DatasetSensor):
     phase = "validate"
 
     def judge(self, status: dict[str, Any]) -> dict[str, Any]:
+        if imported := self.imported(status):
+            return imported
         section = self.section(status)
         if section is None:
             raise self.unready(

@@ -1,5 +1,5 @@
 """``python -m bench [NAME]``: every benchmark, or one, as a line of JSON each. ``budget`` also
-stands for all whose names begin with ``budget-``.
+stands for all whose names begin with ``budget-``, and so does ``train``.
 
 Ends with 1 when one misses its bar; see bench.measure for the fields.
 """
@@ -9,7 +9,16 @@ from __future__ import annotations
 import sys
 from itertools import chain
 
-from bench import budget, extraction, generation, jobs, prepare, validation
+from bench import (
+    budget,
+    extraction,
+    generation,
+    jobs,
+    prepare,
+    training,
+    training_quality,
+    validation,
+)
 
 BENCHMARKS = {
     "job-start": jobs.job_start,
@@ -28,6 +37,11 @@ BENCHMARKS = {
     "padding-waste": extraction.padding_waste,
     "shard-write": extraction.shard_write,
     "extract-memory": extraction.memory,
+    "train-ttt3": training.ttt3,
+    "train-ttt7": training.ttt7,
+    "train-memory": training.memory,
+    "train-flat": training.flat,
+    "train-quality": training_quality.quality,
     "budget": budget.overshoot_mean,
     "budget-max": budget.overshoot_max,
     "budget-kills": budget.overshoot_after_kills,

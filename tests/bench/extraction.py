@@ -113,17 +113,16 @@ class Timed(TransformersBackend):
     """Knows when the first shard's first batch began: loading and the probe are once per run."""
 
     probed = 0.0
+    _proven = False
 
     def features(self, batch: list[list[int]]) -> list[Features]:
-        if self.referenced and not self.probed:
+        if self._proven and not self.probed:
             self.probed = time.perf_counter()
         return super().features(batch)
 
-    referenced = False
-
-    def reference(self, input_ids: list[int]) -> Any:
-        self.referenced = True
-        return super().reference(input_ids)
+    def prove(self, *arguments: Any) -> None:
+        super().prove(*arguments)
+        self._proven = True
 
 
 def _bare_s(backend: TransformersBackend, rows: list[dict[str, Any]]) -> float:

@@ -19,7 +19,9 @@ STANDARD_LIBRARY_ONLY = {
     "errors", "layout", "files", "kinds", "status", "supervisor", "processes", "jobs", "code",
     "terminal",
 }  # fmt: skip
-PHASES = {"prepare", "generate", "validate", "extract", "spool", "train", "evaluate", "export"}
+PHASES = {
+    "prepare", "generate", "validate", "extract", "spool", "train", "evaluate", "export", "served",
+}  # fmt: skip
 
 
 def imported(path: Path) -> set[str]:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from unit.test_plan import make_recipe
+from unit.plan_site import make_recipe
 
 from drafter import machine
 from drafter.doctor import Finding, examine, table

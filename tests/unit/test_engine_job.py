@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from unit.host import PACKAGE, Host, until
-from unit.test_plan import make_recipe
+from unit.plan_site import make_recipe
 
 from demo.stack import ROOT, free_ports
 from drafter import engine_job, jobs

@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from dataclasses import replace
 from typing import ClassVar
 
 import orjson
@@ -15,6 +16,7 @@ from drafter import train
 from drafter.errors import Busy, DataError
 from drafter.evaluate import evaluate
 from drafter.files import read_json
+from drafter.shards import Features
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -183,3 +185,69 @@ def test_memory_holds_the_states_of_a_batch_and_not_of_the_dataset(trained, monk
     assert max(WatchedBackend.alive) <= 64
     sums = read_json(trained.run.evaluation("B1"))["sums"]
     assert len({each["generated"] for each in sums.values()}) == 1
+
+
+def limited(site: DrafterSite, **extract):
+    """A job on B1 whose recipe has other limits of extraction."""
+    job, recipe = site.job("evaluate", "B1"), site.recipe
+    changed = recipe.extract.model_copy(update=extract)
+    return job.__class__(**{**vars(job), "recipe": recipe.model_copy(update={"extract": changed})})
+
+
+def test_rows_longer_than_a_server_takes_are_left_out_and_counted(trained):
+    trained.answer_greedily("B1")
+    whole = run(trained)["counts"]
+    answers = asking.answers(trained.run.greedy("B1"), 24)
+    prompts = trained.held_out("B1")
+    lengths = sorted(len(ids) + len(answers[i]) for i, ids in list(prompts.items())[:8])
+    limit = lengths[-1] - 1
+    evaluate(limited(trained, max_length=limit), FAMILY, TableBackend)
+    counts = read_json(trained.run.evaluation("B1"))["counts"]
+    fitting = sum(length <= limit for length in lengths)
+    assert counts["left_out"] == {"longer than extract.max_length": 8 - fitting}
+    assert (counts["prompts"], whole["prompts"], whole["left_out"]) == (fitting, 8, {})
+    with pytest.raises(
+        DataError, match=r"longer than extract.max_length \(3\): raise it, or lower"
+    ):
+        evaluate(limited(trained, max_length=3), FAMILY, TableBackend)
+
+
+class Short(TableBackend):
+    def features(self, batch):
+        return [Features(got.aux_TAD[1:], got.final_TD[1:]) for got in super().features(batch)]
+
+
+class NotFinite(TableBackend):
+    def features(self, batch):
+        made = super().features(batch)
+        made[-1].aux_TAD[0, 0, 0] = torch.nan
+        return made
+
+
+class Constant(TableBackend):
+    def features(self, batch):
+        made = super().features(batch)
+        made[-1].final_TD[:] = 1.5
+        return made
+
+
+class OtherIds(TableBackend):
+    def features(self, batch):
+        made = zip(batch, super().features(batch), strict=True)
+        return [replace(got, returned_ids=ids[::-1]) for ids, got in made]
+
+
+@pytest.mark.parametrize(
+    ("backend", "sentence"),
+    [
+        (Short, "a prefix-cache hit or chunked prefill"),
+        (NotFinite, "aux layer 1 is not finite"),
+        (Constant, "final is constant"),
+        (OtherIds, "differ from the"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_states_that_no_batch_may_have_are_refused_here_too(trained, backend, sentence):
+    trained.answer_greedily("B1")
+    with pytest.raises(DataError, match=sentence):
+        evaluate(trained.job("evaluate", "B1"), FAMILY, backend)

@@ -15,10 +15,11 @@ import pytest
 from unit.random_targets import SHAPE, write_tokenized
 
 from drafter import forecast
+from drafter.errors import DataError, RecipeError
 from drafter.files import write_json
 from drafter.foresee import foresee_extraction
 from drafter.layout import Workspace
-from drafter.plan import Plan, decide
+from drafter.plan import MISSING_BYTES, Plan, decide
 from drafter.recipe import Recipe, parse_recipe
 
 KIMI = {
@@ -93,6 +94,52 @@ def test_a_dataset_is_foretold_from_its_rows_and_the_targets_shape(recipe: Recip
     assert "5 rows, 2,000 tokens in 5 shards, " in found.line()
 
 
+@pytest.mark.parametrize(
+    ("config", "field", "value", "absent"),
+    [
+        (LLAMA_8B, "intermediate_size", ..., ["intermediate_size"]),
+        (LLAMA_8B, "num_attention_heads", ..., ["num_attention_heads"]),
+        (KIMI, "v_head_dim", None, ["v_head_dim"]),
+        (KIMI, "intermediate_size", ..., ["intermediate_size"]),
+        (QWEN3_30B_A3B, "intermediate_size", ..., []),
+        (LLAMA_8B, "kv_lora_rank", None, []),
+    ],
+    ids=["no mlp", "no heads", "null", "no dense mlp", "experts alone", "no latent attention"],
+)
+def test_a_field_that_is_not_there_or_null_is_named_where_it_is_needed(
+    config: dict[str, Any], field: str, value: Any, absent: list[str]
+) -> None:
+    changed = {k: v for k, v in {**config, field: value}.items() if v is not ...}
+    assert forecast.absent_fields(changed) == absent
+    if not absent:
+        same = forecast.active_parameters(config)
+        assert forecast.active_parameters(changed) == pytest.approx(same)
+
+
+def test_a_config_that_says_too_little_gives_bytes_and_no_hours(
+    recipe: Recipe, free: Callable[[float], None]
+) -> None:
+    free(1e9)
+    config = {**SHAPE}
+    del config["intermediate_size"]
+    (Path(recipe.target.path) / "config.json").write_text(json.dumps(config))
+    found = foresee_extraction(plans(recipe), workspace_of(recipe), recipe)[1]
+    assert (found.action, found.counts["hours"]) == ("start", None)
+    assert "in 5 shards" in found.reason
+    assert "hours unknown: config.json has no intermediate_size" in found.reason
+
+
+def test_a_damaged_dataset_is_refused_alone(recipe: Recipe, free: Callable[[float], None]) -> None:
+    free(1e9)
+    workspace = workspace_of(recipe)
+    decided = plans(recipe)
+    workspace.prepared("B2").tokenized.write_text("torn\n")
+    found = foresee_extraction(decided, workspace, recipe)
+    assert [plan.action for plan in found] == ["start", "refuse", "start"]
+    assert found[1].exit_code == DataError.exit_code
+    assert MISSING_BYTES not in found[1].counts
+
+
 def test_a_rate_that_was_measured_here_replaces_the_arithmetic(recipe: Recipe) -> None:
     workspace = workspace_of(recipe)
     for name, when, rate in (("B1", 2.0, 50.0), ("B3", 1.0, 900.0)):
@@ -141,6 +188,8 @@ def test_too_little_disk_for_all_of_them_refuses_all_with_each_limit_that_fits(
     free(free_bytes)
     found = foresee_extraction(plans(recipe), workspace_of(recipe), recipe)
     assert {plan.action for plan in found} == {"refuse"}
+    assert {plan.exit_code for plan in found} == {RecipeError.exit_code}
+    assert all(plan.counts[MISSING_BYTES] > 0 for plan in found)
     (reason,) = {plan.reason for plan in found}
     assert reason.startswith("hidden states of 3 datasets, 3,050 tokens, need ")
     for remedy in remedies:
@@ -155,6 +204,17 @@ def test_every_limit_that_is_named_does_fit(recipe: Recipe, free: Callable[[floa
     assert {p.action for p in foresee_extraction(plans(capped), workspace, capped)} == {"start"}
     fewer = [plan for plan in plans(recipe) if plan.dataset != "B2"]
     assert {p.action for p in foresee_extraction(fewer, workspace, recipe)} == {"start"}
+
+
+def test_a_recipe_that_spools_is_sent_to_the_train_dag_for_lack_of_room(
+    recipe: Recipe, free: Callable[[float], None]
+) -> None:
+    free(2.2e6 * 0.7)
+    spools = recipe.train.model_copy(update={"spool_shards": 2})
+    spooled = recipe.model_copy(update={"train": spools})
+    reason = foresee_extraction(plans(spooled), workspace_of(spooled), spooled)[0].reason
+    assert "set train.spool_shards" not in reason
+    assert "run the train DAG instead" in reason
 
 
 def test_what_is_done_needs_no_room(recipe: Recipe, free: Callable[[float], None]) -> None:

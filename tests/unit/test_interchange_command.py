@@ -223,7 +223,11 @@ def test_a_target_too_large_for_memory_is_told_and_the_other_gates_judge(
         file.truncate(1 << 42)
     site = StatesSite(tmp_path / "w", large, target.rows)
     site.states("import", "specforge", tmp_path / "theirs")
-    assert "no plain forward of" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "no plain forward of" in said
+    assert (
+        "B1: no plain forward of the target fits here: its states are judged by their form" in said
+    )
     assert site.section["gates"].keys() == {"argmax_share", "response_tokens"}
     assert site.section["gates"]["argmax_share"] == 1.0
 
@@ -357,4 +361,6 @@ def test_a_dataset_at_work_is_not_touched(tmp_path: Path, target: Target, direct
 def test_the_help_says_how_specforge_counts_layers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["states", "--help"])
-    assert "[1, n//2 - 1, n - 4] are 2, n//2, n - 3" in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert "[1, n//2 - 1, n - 4] are 2, n//2, n - 3" in told
+    assert "states are judged by their form and by the tokens that they predict alone" in told

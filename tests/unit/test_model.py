@@ -128,6 +128,30 @@ def test_packed_rows_do_not_see_each_other():
         torch.testing.assert_close(together[step][judged], apart[judged], atol=1e-5, rtol=1e-5)
 
 
+def test_a_draft_that_follows_the_row_is_what_training_unrolls():
+    model, batch = drafter(), align(ROWS)
+    trained = model.train_states(batch, STEPS)
+    unroll = model.unroll(batch)
+    drafted = [unroll.first()]
+    drafted += [unroll.next(batch.next_Q.roll(1 - step)) for step in range(1, STEPS)]
+    for one, other in zip(trained, drafted, strict=True):
+        torch.testing.assert_close(one, model.norm(other), atol=1e-5, rtol=1e-5)
+
+
+def test_products_in_lower_precision_give_nearly_the_same_loss_and_gradients():
+    model, target, batch = drafter(), head(), align(ROWS)
+    parameters = [p for name, p in model.named_parameters() if p.dim() == 2]
+    exact = our_losses(model, target, batch)
+    wanted = torch.autograd.grad(exact.total, parameters)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = our_losses(model, target, batch)
+    found = torch.autograd.grad(rounded.total, parameters)
+    torch.testing.assert_close(rounded.mean, exact.mean, atol=0.05, rtol=0.02)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - other).norm() < 0.1 * other.norm()
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", [5, 700])
 def test_the_plain_kernel_computes_what_the_fused_one_does(causal: bool, length: int):

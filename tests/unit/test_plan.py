@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from unit.plan_site import generate, make_recipe, prepare, validate
 
 from drafter.errors import RecipeError
-from drafter.files import file_record, write_json, write_section
 from drafter.layout import Workspace
-from drafter.plan import decide, inputs, joined, run_name
+from drafter.plan import decide, inputs, joined
 from drafter.recipe import Recipe, parse_recipe
-
-
-def make_recipe(tmp_path: Path, **changes: Any) -> Recipe:
-    """Two datasets, B1 and B2, whose sources and target lie under ``tmp_path``."""
-    target = tmp_path / "target"
-    target.mkdir(exist_ok=True)
-    (target / "tokenizer.json").write_text("{}")
-    datasets = []
-    for name in ("B1", "B2"):
-        source = tmp_path / f"{name}.jsonl"
-        if not source.exists():
-            source.write_text("{}\n")
-        datasets.append(
-            {"name": name, "format": "glaive", "path": str(source), "token_budget": 100}
-        )
-    tree = {
-        "name": "r",
-        "target": {"path": str(target), "revision": "1"},
-        "engine": {"urls": ["http://127.0.0.1:1"]},
-        "host": {"workspace": str(tmp_path / "w")},
-        "datasets": datasets,
-    }
-    return parse_recipe({**tree, **changes}, "test")
 
 
 @pytest.fixture
@@ -47,56 +22,6 @@ def recipe(tmp_path: Path) -> Recipe:
 @pytest.fixture
 def workspace(recipe: Recipe) -> Workspace:
     return Workspace(Path(recipe.host.workspace))
-
-
-def prepare(workspace: Workspace, recipe: Recipe, ids: int = 3) -> None:
-    for name in recipe.dataset_names:
-        prepared = workspace.prepared(name)
-        prepared.root.mkdir(parents=True, exist_ok=True)
-        rows = [json.dumps({"sample_id": f"{name}-{i}", "input_ids": [1]}) for i in range(ids)]
-        prepared.prompt_ids.write_text("".join(f"{row}\n" for row in rows))
-        section = {
-            "inputs": inputs("prepare", "all", workspace, recipe),
-            "counts": {"prompts": ids},
-            "files": {prepared.prompt_ids.name: file_record(prepared.prompt_ids)},
-        }
-        write_section(prepared.manifest, "prepare", section)
-
-
-def generate(
-    workspace: Workspace,
-    recipe: Recipe,
-    name: str,
-    *,
-    tokens: int = 120,
-    stop_reason: str = "budget",
-    prompts: int = 2,
-) -> None:
-    prepared = workspace.prepared(name)
-    prepared.responses.write_text('{"row":1}\n{"row":2}\n')
-    section = {
-        "inputs": inputs("generate", name, workspace, recipe),
-        "counts": {"completion_tokens": tokens, "prompts": prompts},
-        "stop_reason": stop_reason,
-        "files": {prepared.responses.name: file_record(prepared.responses)},
-    }
-    write_section(prepared.manifest, "generate", section)
-
-
-def validate(workspace: Workspace, recipe: Recipe, name: str) -> None:
-    prepared = workspace.prepared(name)
-    prepared.tokenized.write_text("{}\n")
-    section = {
-        "inputs": inputs("validate", name, workspace, recipe),
-        "counts": {},
-        "files": {prepared.tokenized.name: file_record(prepared.tokenized)},
-    }
-    write_section(prepared.manifest, "validate", section)
-
-
-def extract(workspace: Workspace, name: str, **changes: Any) -> None:
-    section = {"inputs": {}, "identity": {}, "files": {}, "counts": {"left_out": {}}, "gates": {}}
-    write_json(workspace.hidden_states(name).manifest, {"extract": {**section, **changes}})
 
 
 def test_an_empty_workspace_waits_for_prepare(workspace: Workspace, recipe: Recipe) -> None:
@@ -227,103 +152,6 @@ def test_a_join_names_what_is_missing_and_its_digest_follows_the_files(
     assert joined("validate", workspace, recipe) == after
 
 
-def test_another_set_of_states_is_another_training_run(
-    workspace: Workspace, recipe: Recipe
-) -> None:
-    for name in recipe.dataset_names:
-        extract(workspace, name)
-    first = run_name(workspace, recipe)
-    assert run_name(workspace, recipe) == first
-    extract(workspace, "B2", files={"a": 1})
-    assert run_name(workspace, recipe) != first
-
-
-@pytest.mark.parametrize(
-    ("change", "another"),
-    [
-        pytest.param({"files": {"a": 1}}, True, id="other states"),
-        pytest.param({"identity": {"dtype": "float32"}}, True, id="other precision"),
-        pytest.param({"counts": {"left_out": {"long": 1}}}, True, id="more rows left out"),
-        pytest.param({"inputs": {"extract": {"min_argmax_share": 0.1}}}, False, id="a bound"),
-        pytest.param({"gates": {"argmax_share": 0.7}}, False, id="what the gates measured"),
-    ],
-)
-def test_only_what_training_sees_of_an_extraction_makes_another_run_and_another_set(
-    change: dict[str, Any], another: bool, workspace: Workspace, recipe: Recipe
-) -> None:
-    for name in recipe.dataset_names:
-        extract(workspace, name)
-    run, joint = run_name(workspace, recipe), joined("extract", workspace, recipe)["digest"]
-    extract(workspace, "B2", **change)
-    assert (run_name(workspace, recipe) != run) == another
-    assert (joined("extract", workspace, recipe)["digest"] != joint) == another
-
-
-def test_how_often_training_saves_does_not_make_another_run(
-    tmp_path: Path, workspace: Workspace, recipe: Recipe
-) -> None:
-    for name in recipe.dataset_names:
-        extract(workspace, name)
-    often = make_recipe(tmp_path, train={"checkpoint_every_steps": 7})
-    assert run_name(workspace, often) == run_name(workspace, recipe)
-    longer = make_recipe(tmp_path, train={"steps": 7})
-    assert run_name(workspace, longer) != run_name(workspace, recipe)
-
-
-def test_a_spooled_training_depends_on_the_tokenized_rows_and_no_shard(
-    tmp_path: Path, workspace: Workspace, recipe: Recipe
-) -> None:
-    def spooling(extract: dict[str, Any] | None = None, **train: Any) -> Recipe:
-        return make_recipe(tmp_path, extract=extract or {}, train={"spool_shards": 4, **train})
-
-    prepare(workspace, recipe)
-    for name in recipe.dataset_names:
-        generate(workspace, recipe, name)
-    validate(workspace, recipe, "B1")
-    plan = decide("train", "all", workspace, spooling())
-    assert (plan.action, "B2: validate has not finished" in plan.reason) == ("wait", True)
-    validate(workspace, recipe, "B2")
-    first = run_name(workspace, spooling())
-    for same in (
-        spooling(checkpoint_every_steps=3),
-        spooling(spool_shards=9, spool_patience_s=7),
-        spooling({"min_argmax_share": 0.2, "jobs": 3}),
-    ):
-        assert run_name(workspace, same) == first
-    for other in (spooling(seed=1), spooling({"max_length": 99})):
-        assert run_name(workspace, other) != first
-    workspace.prepared("B2").tokenized.write_text('{"other":1}\n')
-    files = {"tokenized_data.jsonl": file_record(workspace.prepared("B2").tokenized)}
-    write_section(workspace.prepared("B2").manifest, "validate", {"files": files, "counts": {}})
-    assert run_name(workspace, spooling()) != first
-
-
-def test_a_spool_is_done_when_its_training_is(
-    tmp_path: Path, workspace: Workspace, recipe: Recipe
-) -> None:
-    spooled = make_recipe(tmp_path, train={"spool_shards": 4})
-    prepare(workspace, recipe)
-    for name in recipe.dataset_names:
-        generate(workspace, recipe, name)
-        validate(workspace, recipe, name)
-
-    def left(phase: str) -> None:
-        section = {"inputs": inputs(phase, "all", workspace, spooled), "counts": {}, "files": {}}
-        write_section(workspace.drafter(run_name(workspace, spooled)).manifest, phase, section)
-
-    assert decide("spool", "all", workspace, spooled).reason == "not done yet"
-    left("spool")
-    plan = decide("spool", "all", workspace, spooled)
-    assert (plan.action, plan.reason) == ("start", "training needs its states once more")
-    left("train")
-    for phase in ("spool", "train"):
-        assert decide(phase, "all", workspace, spooled).action == "done"
-    extraction = decide("extract", "B1", workspace, spooled)
-    assert extraction.reason.endswith("the recipe spools: the train DAG makes its states itself")
-    with pytest.raises(RecipeError, match=r"does not spool: set train\.spool_shards"):
-        decide("spool", "all", workspace, recipe)
-
-
 @pytest.mark.parametrize("left", ["section", "failures", "half a row", "nothing"])
 def test_a_restart_is_offered_whatever_generate_left(
     left: str, workspace: Workspace, recipe: Recipe
@@ -396,22 +224,3 @@ def test_what_validation_left_and_is_not_so_any_more_is_validated_again(
     spoil(workspace.prepared("B1").tokenized)
     plan = decide("validate", "B1", workspace, recipe)
     assert (plan.action, plan.reason) == ("start", "missing or changed: tokenized_data.jsonl")
-
-
-def test_a_missing_shard_is_extracted_again(workspace: Workspace, recipe: Recipe) -> None:
-    prepare(workspace, recipe)
-    generate(workspace, recipe, "B1")
-    validate(workspace, recipe, "B1")
-    hidden = workspace.hidden_states("B1")
-    hidden.root.mkdir(parents=True)
-    hidden.shard(0).write_bytes(b"states")
-    section = {
-        "inputs": inputs("extract", "B1", workspace, recipe),
-        "counts": {},
-        "files": {hidden.shard(0).name: file_record(hidden.shard(0))},
-    }
-    write_section(hidden.manifest, "extract", section)
-    assert decide("extract", "B1", workspace, recipe).action == "done"
-    hidden.shard(0).unlink()
-    plan = decide("extract", "B1", workspace, recipe)
-    assert plan.reason == "missing or changed: shard-00000.safetensors"

@@ -15,6 +15,7 @@ from airflow.sdk.exceptions import (
 )
 from unit.fake_host import FakeHost
 
+from drafter.plan import MISSING_BYTES
 from drafter.recipe import Recipe, parse_recipe
 from gpu_host.planning import JoinOperator, PlanOperator
 
@@ -156,9 +157,31 @@ def test_what_the_host_says_last_is_the_plan() -> None:
 
 
 def test_states_that_do_not_fit_the_disk_fail_at_the_plan_with_the_ways_out() -> None:
-    lines = [{"action": "done"}, {"action": "refuse", "reason": "the disk has 2 TiB: do less"}]
+    short = {"reason": "the disk has 2 TiB: do less", "counts": {MISSING_BYTES: 9}}
+    lines = [{"action": "done"}, {"action": "refuse", "exit_code": 64, **short}]
     host = FakeHost((0, f"B1 refuse ...\n{json.dumps(lines)}\n", ""))
     at = context({"datasets": NAMES, "plan_only": False})
     with pytest.raises(AirflowFailException, match="the disk has 2 TiB: do less"):
         plan(host, "extract").execute(at)
     assert at["ti"]["plan"] == lines
+
+
+def refusal(exit_code: int, reason: str) -> dict[str, Any]:
+    return {"action": "refuse", "exit_code": exit_code, "reason": reason, "counts": {}}
+
+
+def test_a_bad_import_is_told_by_its_own_dataset_and_stops_no_other() -> None:
+    lines = [refusal(65, "imported from specforge, missing: shard-00001"), {"action": "start"}]
+    host = FakeHost((0, f"{json.dumps(lines)}\n", ""))
+    at = context({"datasets": ["B1", "B2"], "plan_only": False})
+    assert plan(host, "extract").execute(at) == ["B1", "B2"]
+
+
+@pytest.mark.parametrize("exit_code", [64, 65])
+def test_a_training_whose_spool_is_refused_fails_at_the_plan_before_it_holds_a_slot(
+    exit_code: int,
+) -> None:
+    host = FakeHost((0, f"{json.dumps([refusal(exit_code, 'set train.spool_shards to 2')])}\n", ""))
+    with pytest.raises(AirflowFailException, match=r"set train\.spool_shards to 2") as failed:
+        plan(host, "train").execute(context({"plan_only": False}))
+    assert failed.value.exit_code == exit_code  # type: ignore[attr-defined]

@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from unit.random_targets import greedy_rows, one_thread, save_target, validated_job
+from unit.random_targets import greedy_rows, one_thread, save_own_code, save_target, validated_job
 
 from drafter.backends import reference
-from drafter.backends.reference import open_reference
+from drafter.backends.reference import PlainForward
 from drafter.backends.transformers import TransformersBackend
 from drafter.extract import extract
 from drafter.files import read_json
@@ -44,7 +44,7 @@ def test_the_whole_target_runs_where_its_weights_fit_twice(
 ) -> None:
     model = save_target(tmp_path, kind)
     room_for(monkeypatch, tmp_path, 1.01)
-    got = open_reference(tmp_path, 2)(IDS)
+    got = PlainForward(tmp_path, 2)(IDS)
     want = model(input_ids=torch.tensor([IDS]), output_hidden_states=True)
     assert got is not None and got.normed_TD is not None and got.logits_LV is not None
     torch.testing.assert_close([*got.layers, got.normed_TD], [h[0] for h in want.hidden_states])
@@ -58,7 +58,7 @@ def test_only_the_first_layers_run_where_the_whole_target_does_not_fit(
 ) -> None:
     model = save_target(tmp_path, kind)
     room_for(monkeypatch, tmp_path, 0.99)
-    got = open_reference(tmp_path, num_layers)(IDS)
+    got = PlainForward(tmp_path, num_layers)(IDS)
     want = model(input_ids=torch.tensor([IDS]), output_hidden_states=True).hidden_states
     assert got is not None and got.normed_TD is None and got.logits_LV is None
     assert len(got.layers) == max(num_layers, 1) + 1
@@ -71,7 +71,7 @@ def test_nothing_runs_where_the_first_layers_do_not_fit(
 ) -> None:
     save_target(tmp_path)
     room_for(monkeypatch, tmp_path, 0.1)
-    assert open_reference(tmp_path, 2)(IDS) is None
+    assert PlainForward(tmp_path, 2)(IDS) is None
     assert "its first 2 layers need" in capsys.readouterr().out
 
 
@@ -92,7 +92,7 @@ def quantise(target: Path, from_layer: int) -> None:
 def test_first_layers_that_are_not_quantised_run_though_later_ones_are(tmp_path: Path) -> None:
     model = save_target(tmp_path, "llama")
     quantise(tmp_path, 2)
-    got = open_reference(tmp_path, 2)(IDS)
+    got = PlainForward(tmp_path, 2)(IDS)
     want = model(input_ids=torch.tensor([IDS]), output_hidden_states=True).hidden_states
     assert got is not None and got.normed_TD is None
     torch.testing.assert_close(got.layers[2], want[2][0])
@@ -101,7 +101,7 @@ def test_first_layers_that_are_not_quantised_run_though_later_ones_are(tmp_path:
 def test_the_first_layer_alone_runs_where_the_second_is_quantised(tmp_path: Path) -> None:
     model = save_target(tmp_path, "llama")
     quantise(tmp_path, 1)
-    got = open_reference(tmp_path, 3)(IDS)
+    got = PlainForward(tmp_path, 3)(IDS)
     want = model(input_ids=torch.tensor([IDS]), output_hidden_states=True).hidden_states
     assert got is not None and len(got.layers) == 2
     torch.testing.assert_close(got.layers[1], want[1][0])
@@ -112,7 +112,7 @@ def test_nothing_runs_where_the_first_layers_are_quantised(
 ) -> None:
     save_target(tmp_path, "llama")
     quantise(tmp_path, 0)
-    assert open_reference(tmp_path, 2)(IDS) is None
+    assert PlainForward(tmp_path, 2)(IDS) is None
     assert "its weights are quantised" in capsys.readouterr().out
 
 
@@ -122,8 +122,23 @@ def test_a_target_that_only_the_server_knows_runs_nowhere_else(
     save_target(tmp_path, "llama")
     config = read_json(tmp_path / "config.json") | {"model_type": "newer"}
     (tmp_path / "config.json").write_bytes(orjson.dumps(config))
-    assert open_reference(tmp_path, 2)(IDS) is None
+    assert PlainForward(tmp_path, 2)(IDS) is None
     assert f"'newer', which transformers {transformers.__version__}" in capsys.readouterr().out
+
+
+def test_a_plain_forward_that_stumbles_over_old_code_is_the_reason_why_there_is_none(
+    tmp_path: Path,
+) -> None:
+    save_own_code(tmp_path)
+    code = tmp_path / "modeling_homemade.py"
+    code.write_text(
+        code.read_text().replace(
+            "        return self.language_model(\n", "        return input_ids.gone(\n"
+        )
+    )
+    plain = PlainForward(tmp_path, 2)
+    assert plain(IDS) is None
+    assert "cannot be run, by its own code ('Tensor' object has no attribute" in plain.missing
 
 
 class Server(TransformersBackend):
@@ -131,7 +146,8 @@ class Server(TransformersBackend):
 
     def __init__(self, target_dir: Path, dtype: torch.dtype, aux_layers: Sequence[int]) -> None:
         super().__init__(target_dir, dtype, aux_layers)
-        self._plain = open_reference(target_dir, min(aux_layers))
+        self._plain = PlainForward(target_dir, min(aux_layers))
+        self.no_reference = ""
 
     def reference(self, input_ids: list[int]) -> Reference | None:  # type: ignore[override]
         return self._plain(input_ids)

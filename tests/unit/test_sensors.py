@@ -112,6 +112,31 @@ def test_a_valid_dataset_lets_extraction_begin() -> None:
     assert sensor(SchemaSensor, status()).execute(context()) == {"accepted": 3}
 
 
+def imported(**dataset: Any) -> dict[str, Any]:
+    states = {"imported": "specforge", "counts": {"rows": 7}}
+    return {"jobs": {}, "datasets": {"B1": {"extract": states, "sizes": {}, **dataset}}}
+
+
+@pytest.mark.parametrize("kind", [TokenBudgetSensor, SchemaSensor])
+def test_imported_states_need_no_rows(kind: Any) -> None:
+    numbers = {"imported": "specforge", "rows": 7}
+    assert sensor(kind, imported()).execute(context()) == numbers
+
+
+def test_rows_beside_imported_states_are_judged_as_any_others() -> None:
+    seen = imported(stored={"responses": 5})
+    with refused(AirflowFailException, "B1 is not generated"):
+        sensor(TokenBudgetSensor, seen).execute(context())
+
+
+@pytest.mark.parametrize("kind", [TokenBudgetSensor, SchemaSensor])
+def test_imported_states_are_nothing_to_a_recipe_that_spools(kind: Any) -> None:
+    spools = RECIPE.train.model_copy(update={"spool_shards": 2})
+    recipe = RECIPE.model_copy(update={"train": spools})
+    with refused(AirflowFailException, "B1 is not"):
+        sensor(kind, imported(), recipe=recipe).execute(context())
+
+
 @pytest.mark.parametrize(
     ("seen", "message"),
     [

@@ -23,7 +23,7 @@ from unit.random_targets import (
 from drafter.backends import servers
 from drafter.backends.sglang import SGLangBackend, captured_layers, spelled_layers
 from drafter.backends.transformers import TransformersBackend
-from drafter.errors import Busy, DrafterError, RecipeError
+from drafter.errors import Busy, DataError, DrafterError, RecipeError
 from drafter.extract import run
 from drafter.files import read_section
 from drafter.sections import Extract
@@ -184,6 +184,17 @@ def test_short_rows_are_passed_on_for_the_gates_to_judge(target: Path) -> None:
     with fake(target, spoil=lambda rows: [rows[4:]]) as server:
         (got,) = backend(target, server.url).features(ROWS[:1])
     assert (len(got.aux_TAD), len(got.final_TD)) == (len(ROWS[0]) - 4, len(ROWS[0]))
+
+
+def test_of_two_servers_each_must_give_the_proven_states(tmp_path: Path, target: Path) -> None:
+    with one_thread():
+        rows = greedy_rows(AutoModelForCausalLM.from_pretrained(target), 12)
+    with fake(target) as one, fake(target) as other:
+        other.states = layers_of(target, LAYERS, (1, 2, 4))
+        job = validated_job(tmp_path, target, rows, backend="sglang", urls=[one.url, other.url])
+        with pytest.raises(DataError, match="aux layer 3 "):
+            run(job)
+    assert list(job.workspace.hidden_states("B1").root.iterdir()) == []
 
 
 ABORTED = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "m"}}}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import weakref
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from drafter.backends.transformers import TransformersBackend
 from drafter.errors import DataError
 from drafter.extract import extract
 from drafter.files import read_section
-from drafter.shard_maker import checked_tokens
+from drafter.gates import Reference
+from drafter.shard_maker import ShardMaker, checked_tokens
 from drafter.shard_plan import Sample
-from drafter.shards import read_header, shard_paths
+from drafter.shards import Features, Shard, read_header, shard_paths
 
 
 def samples(*shapes: tuple[int, int]) -> list[Sample]:
@@ -54,6 +57,63 @@ def test_the_part_is_within_the_limit_and_even_in_every_row() -> None:
         for at, row in zip(checked, rows, strict=True):
             assert at[0] == row.first_predicted
             assert at[-1] < len(row.input_ids) <= at[-1] + at.step
+
+
+class Asked(TransformersBackend):
+    """Remembers which rows were compared with a plain forward."""
+
+    asked: ClassVar[list[list[int]]] = []
+
+    def reference(self, input_ids: list[int]) -> Reference:
+        self.asked.append(input_ids)
+        return super().reference(input_ids)
+
+
+@pytest.mark.parametrize("batch_tokens", [40, 400], ids=["alone", "in their batch"])
+def test_rows_of_several_tokens_are_compared_the_shortest_and_the_longest(
+    tmp_path: Path, batch_tokens: int
+) -> None:
+    with one_thread():
+        rows = greedy_rows(save_target(tmp_path / "target"), 6)
+        ones = [
+            {"sample_id": f"B1-1{i:03d}", "input_ids": [i], "prompt_tokens": 1} for i in range(5)
+        ]
+        job = validated_job(
+            tmp_path, tmp_path / "target", [*ones, *rows], batch_tokens=batch_tokens
+        )
+        Asked.asked.clear()
+        extract(job, Asked)
+        lengths = sorted(len(row["input_ids"]) for row in rows[:4])
+        assert [len(ids) for ids in Asked.asked] == [lengths[0], lengths[-1]]
+        alone = validated_job(tmp_path / "ones", tmp_path / "target", ones)
+        extract(alone, TransformersBackend)
+
+
+class Watched(TransformersBackend):
+    """Remembers how many shards' states were alive whenever a row of the next was asked for."""
+
+    shards: ClassVar[list[weakref.ref[torch.Tensor]]] = []
+    alive: ClassVar[list[int]] = []
+
+    def features(self, batch: list[list[int]]) -> list[Features]:
+        self.alive.append(sum(shard() is not None for shard in self.shards))
+        return super().features(batch)
+
+
+def test_memory_holds_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blank = ShardMaker._blank
+
+    def watched(maker: ShardMaker, samples: list[Sample]) -> Shard:
+        shard = blank(maker, samples)
+        Watched.shards.append(weakref.ref(shard.aux_TAD))
+        return shard
+
+    monkeypatch.setattr(ShardMaker, "_blank", watched)
+    with one_thread():
+        rows = greedy_rows(save_target(tmp_path / "target"), 12)
+        extract(validated_job(tmp_path, tmp_path / "target", rows), Watched)
+    assert len(Watched.shards) > 1
+    assert max(Watched.alive) == 1
 
 
 class FewLogits(TransformersBackend):

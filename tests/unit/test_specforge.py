@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -120,6 +121,25 @@ def test_gzipped_files_are_the_same_rows(tmp_path: Path, target: Target) -> None
         assert one.sample_id == other.sample_id and torch.equal(one.final_TD, other.final_TD)
 
 
+def save_old(path: Path, tensors: Any) -> None:
+    """As before PyTorch 1.6, and as some still write it."""
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+
+
+def test_files_in_the_format_before_zip_are_the_same_rows(tmp_path: Path, target: Target) -> None:
+    new, old = (target.site(tmp_path / name) for name in "ab")
+    files = target.files()
+    for directory in ("new", "old"):
+        save_specforge(tmp_path / directory, files)
+    for index in range(1, len(files), 2):
+        save_old(specforge_path(tmp_path / "old", index), files[index])
+    new.states("import", "specforge", tmp_path / "new")
+    old.states("import", "specforge", tmp_path / "old")
+    assert old.section["counts"]["left_out"] == {}
+    for one, other in zip(new.rows(), old.rows(), strict=True):
+        assert one.sample_id == other.sample_id and torch.equal(one.final_TD, other.final_TD)
+
+
 def test_rows_stand_in_the_order_of_their_numbers(tmp_path: Path, target: Target) -> None:
     numbers = [0, 2, 10, 1999, 2000, 10_000]
     for number, tensors in zip(numbers, target.files(), strict=False):
@@ -179,6 +199,21 @@ def bare_pickle(path: Path, _: Any) -> None:
     path.write_bytes(pickle.dumps([1, 2, 3]))
 
 
+def pipe(path: Path, _: Any) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def lost_link(path: Path, _: Any) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def torn_old(path: Path, tensors: Any) -> None:
+    save_old(path, tensors)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
 def no_aux(path: Path, tensors: dict[str, Tensor]) -> None:
     torch.save({k: v for k, v in tensors.items() if k != "aux_hidden_state"}, path)
 
@@ -191,6 +226,9 @@ LEFT_OUT = {
     "torn": (torn, "unreadable file"),
     "empty": (empty, "unreadable file"),
     "torn gzip": (torn_gzip, "unreadable file"),
+    "torn old file": (torn_old, "unreadable file"),
+    "pipe": (pipe, "not a regular file"),
+    "lost link": (lost_link, "not a regular file"),
     "bare pickle": (bare_pickle, "unreadable file"),
     "no aux": (no_aux, "no dict of the tensors"),
     "two turns": (set_to("loss_mask", two_turns), "not one prompt and one response"),
@@ -257,16 +295,17 @@ class Payload:
         return Path.touch, (Path("ran"),)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+@pytest.mark.parametrize("kind", ["plain", "gzip", "old"])
 def test_a_pickle_with_code_is_refused_and_not_run(
-    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch, packed: bool
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     theirs, site = tmp_path / "theirs", target.site(tmp_path / "w")
     files: list[Any] = [*target.files(), {"input_ids": Payload()}]
     save_specforge(theirs, files)
-    if packed:
-        save_gzipped(specforge_path(theirs, 12), files[12])
+    if kind != "plain":
+        save = save_gzipped if kind == "gzip" else save_old
+        save(specforge_path(theirs, 12), files[12])
     with pytest.raises(DataError, match=r"data_12\.ckpt.* holds something else than tensors"):
         site.states("import", "specforge", theirs)
     assert not Path("ran").exists() and not site.hidden.root.exists()
@@ -303,7 +342,7 @@ WRONG: dict[str, tuple[Callable[[Target, dict[str, Tensor]], dict[str, Tensor]],
     "shifted": (lambda _, t: shifted(t), "position t holds the state of t - 1"),
     "not finite": (lambda _, t: not_finite(t), "is not finite at 1 of"),
     "norm missing": (without_norm, "the last norm is not applied yet"),
-    "norm twice": (norm_twice, "the last norm was applied twice"),
+    "norm twice": (norm_twice, "the last norm is applied twice"),
 }
 
 

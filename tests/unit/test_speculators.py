@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -194,6 +195,23 @@ def test_rows_without_whole_states_are_left_out(
     site.states("import", "speculators", tmp_path / "theirs")
     reason = "no file of hidden states" if left is None else "unreadable file"
     assert site.section["counts"]["left_out"] == {reason: 1}
+
+
+def test_a_pipe_is_left_out_as_states_and_refused_as_a_dataset(
+    tmp_path: Path, target: Target
+) -> None:
+    save_speculators(tmp_path / "theirs", target.rows, target.states())
+    path = tmp_path / "theirs" / "hidden_states" / "hs_7.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+    site = target.site(tmp_path / "w")
+    site.states("import", "speculators", tmp_path / "theirs")
+    assert site.section["counts"]["left_out"] == {"not a regular file": 1}
+    arrow = tmp_path / "theirs" / "data-00001-of-00002.arrow"
+    arrow.unlink()
+    os.mkfifo(arrow)
+    with pytest.raises(DataError, match=r"data-00001.* is not a regular file: fetch it again"):
+        site.states("import", "speculators", tmp_path / "theirs")
 
 
 def test_two_rows_of_one_name_are_one(tmp_path: Path, target: Target) -> None:

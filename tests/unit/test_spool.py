@@ -236,11 +236,11 @@ def test_a_side_that_is_there_is_waited_for_beyond_the_patience(
         looks.append(None)
         return True if len(looks) == 5 else None
 
-    assert not spool_store.is_held(store.spool.producer)
+    assert not spool_store.is_held(store.spool.producer.lock)
     holder_up, holder_down = os.pipe(), os.pipe()
 
     def hold() -> None:
-        with locked(store.spool.producer, wait=True):
+        with locked(store.spool.producer.lock, wait=True):
             os.write(holder_up[1], b".")
             os.read(holder_down[0], 1)
 
@@ -249,7 +249,7 @@ def test_a_side_that_is_there_is_waited_for_beyond_the_patience(
     assert store.wait_for_producer(after_five)
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
-    assert not spool_store.is_held(store.spool.producer)
+    assert not spool_store.is_held(store.spool.producer.lock)
 
 
 def test_a_position_that_moved_back_is_followed_to_the_same_bytes(

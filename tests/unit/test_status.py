@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from unit.host import QUIET, Host, until
-from unit.test_plan import generate, make_recipe, prepare, validate
+from unit.plan_site import generate, make_recipe, prepare, validate
 
 from drafter import cli, jobs
 from drafter.files import file_record, read_section, write_json, write_section
 from drafter.layout import Workspace
 from drafter.recipe import Recipe
-from drafter.status import read_status
+from drafter.status import as_table, read_status
 
 
 @pytest.fixture
@@ -137,3 +137,20 @@ def test_start_and_plan_give_the_same_digest_of_what_is_done(
     other = {"raw_responses.jsonl": {**section["files"]["raw_responses.jsonl"], "sha256": "0"}}
     write_section(prepared.manifest, "generate", {**section, "files": other})
     assert plan("B1") not in (None, answer["digest"])
+
+
+def test_states_of_another_system_are_told_as_such(workspace: Workspace, capsys: Any) -> None:
+    section = {"inputs": {"imported": "specforge", "source": "0"}, "counts": {"rows": 7}}
+    write_json(workspace.hidden_states("B3").manifest, {"extract": section})
+    states = read_status(workspace.root)["datasets"]["B3"]["extract"]
+    assert states == {"imported": "specforge", "counts": {"rows": 7}}
+    assert cli.main(["status", "--workspace", str(workspace.root)]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("B3"))
+    assert line.split(maxsplit=1)[1].startswith("imported from specforge")
+
+
+def test_both_sides_of_a_spool_are_told() -> None:
+    running = {"alive": True, "state": {"state": "running"}, "exit": None, "job": None}
+    jobs = {"spool": {"all": running}, "train": {"all": {**running, "state": None}}}
+    line = as_table({"jobs": jobs, "datasets": {}}).splitlines()[1]
+    assert " ".join(line.split()) == "all spool running, train starting"

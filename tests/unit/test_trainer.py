@@ -128,7 +128,7 @@ def test_held_out_rows_are_bounded_fixed_and_of_every_dataset(
 ) -> None:
     site = DrafterSite(tmp_path)
     rows = corpus.collect(site.workspace, site.recipe)
-    monkeypatch.setattr(held_out, "_MAX_TOKENS", 200)
+    monkeypatch.setattr(held_out_rows, "_MAX_TOKENS", 200)
     chosen = held_out_rows.chosen(rows, 0.3)
     assert chosen and sum(len(row.input_ids_T) for row in chosen) <= 200
     assert {row.sample_id[:2] for row in chosen} == {"B1", "B2"}

@@ -73,9 +73,12 @@ def test_every_family_goes_through_the_whole_phase_with_all_gates(
 ) -> None:
     with one_thread():
         rows = greedy_rows(saved(tmp_path / "target", kind), 6)
+        # SGLang cannot be told to read layer 1 of a DeepSeek, and a drafter is to be served.
+        layers = (2, 3, 4) if kind == "deepseek-v3" else AUX_LAYERS
         job = validated_job(
-            tmp_path, tmp_path / "target", rows, dtype=dtype, min_argmax_share=0.95, shard_tokens=90
-        )
+            tmp_path, tmp_path / "target", rows, dtype=dtype, min_argmax_share=0.95,
+            shard_tokens=90, aux_layers=layers,
+        )  # fmt: skip
         run(job)
     section = read_section(job.workspace.hidden_states("B1").manifest, "extract")
     assert section is not None
@@ -105,6 +108,14 @@ def code_elsewhere(directory: Path) -> None:
     edited(directory, lambda config: config["auto_map"].update(AutoModelForCausalLM=name))
 
 
+def no_code_but_names(directory: Path) -> None:
+    edited(directory, lambda config: config.update(auto_map=dict.fromkeys(config["auto_map"])))
+
+
+def no_code_for_one(directory: Path) -> None:
+    edited(directory, lambda config: config["auto_map"].update(AutoModelForCausalLM=None))
+
+
 def code_for_another_transformers(directory: Path) -> None:
     path = directory / "modeling_homemade.py"
     path.write_text(path.read_text().replace("Qwen3ForCausalLM\n", "Qwen3ForCausalLM, Gone\n"))
@@ -126,6 +137,8 @@ def no_output_matrix(directory: Path) -> None:
     [
         (no_code, r"is a 'homemade', which transformers .* does not know"),
         (no_causal_model, r"auto_map in its config\.json has none of AutoModelForCausalLM"),
+        (no_code_but_names, r"names no code of its own in auto_map"),
+        (no_code_for_one, r"auto_map in its config\.json has none of AutoModelForCausalLM"),
         (code_elsewhere, r"names code outside its directory, someone/else--modeling"),
         (code_for_another_transformers, r"cannot be loaded, by its own code \(cannot import name"),
         (code_that_stumbles, r"cannot be loaded, by its own code \(.*nonesuch"),
@@ -141,6 +154,17 @@ def test_a_checkpoint_whose_own_code_cannot_be_used_is_refused_in_a_sentence(
     with pytest.raises(RecipeError, match=sentence) as refused:
         TransformersBackend(tmp_path, torch.float32, AUX_LAYERS)
     assert "\n" not in str(refused.value)
+
+
+def test_a_forward_pass_that_stumbles_is_one_sentence(tmp_path: Path) -> None:
+    save_own_code(tmp_path)
+    code = tmp_path / "modeling_homemade.py"
+    code.write_text(
+        code.read_text().replace("return self.language_model(\n", "return input_ids.gone(\n")
+    )
+    backend = TransformersBackend(tmp_path, torch.float32, AUX_LAYERS)
+    with pytest.raises(RecipeError, match=r"cannot be run, by its own code \('Tensor' object"):
+        backend.reference([1, 2, 3])
 
 
 def test_a_model_that_transformers_knows_is_not_run_by_the_checkpoints_code(

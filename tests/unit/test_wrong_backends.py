@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from unit import wrong_backends, wrong_batches, wrong_target
 from unit.random_targets import (
     AUX_LAYERS,
     LAYERS,
@@ -22,15 +23,14 @@ from unit.random_targets import (
     validated_job,
 )
 from unit.wrong_backends import (
-    FAULTS,
     VICTIM,
+    Incomparable,
     Right,
-    Shifted,
-    ShiftedLate,
     Target,
     WithoutAnything,
     WithoutReference,
 )
+from unit.wrong_target import Shifted, ShiftedLate
 
 from drafter import batch_gates, gates
 from drafter.backends.transformers import TransformersBackend
@@ -41,6 +41,12 @@ from drafter.shard_plan import Sample
 from drafter.shards import Shard
 
 NUM_ROWS, RUN = 20, "0" * 64
+FAULTS: list[type[Right]] = [
+    fault
+    for module in (wrong_backends, wrong_target, wrong_batches)
+    for fault in vars(module).values()
+    if isinstance(fault, type) and fault.__module__ == module.__name__ and hasattr(fault, "gate")
+]
 GATES: dict[str, Any] = {
     "check_rows": batch_gates,
     "check_ids": batch_gates,
@@ -50,6 +56,7 @@ GATES: dict[str, Any] = {
     "check_reference": gates,
     "check_alone": gates,
     "check_next_tokens": gates,
+    "check_again": gates,
 }
 
 
@@ -112,6 +119,13 @@ def test_without_a_gate_exactly_its_own_faults_go_unnoticed(
 def test_a_backend_with_neither_a_plain_forward_nor_layer_0_is_refused(target: Target) -> None:
     with pytest.raises(RecipeError, match="start the server with layer 0 among its ids"):
         make(target, WithoutAnything(target))
+
+
+def test_a_layer_that_nothing_could_be_compared_with_is_refused_with_the_reason(
+    target: Target,
+) -> None:
+    with pytest.raises(RecipeError, match=r"gives layer 1, but .* \(it is too large\): extract on"):
+        make(target, Incomparable(target))
 
 
 def test_layer_0_is_enough_where_the_target_is_too_large_to_run(target: Target) -> None:

@@ -38,6 +38,10 @@ class Backend(Protocol):
     """A layer below the auxiliary ones that ``features`` may give beside them, as ``low_TD``: what
     a target too large for this process is still compared in."""
 
+    @property
+    def no_reference(self) -> str:
+        """Why ``reference`` gave less than the whole target; empty where it gave that."""
+
     def features(self, batch: list[list[int]]) -> list[Features]:
         """States of each row, in order, in the stored dtype.
 
@@ -47,6 +51,11 @@ class Backend(Protocol):
     def reference(self, input_ids: list[int]) -> Reference | None:
         """One row, or its first layers, computed without anything that ``features`` uses; None
         when even these are too large, or quantised, for this process."""
+
+    def prove(self, input_ids: list[int], judge: Callable[[str, Features], None]) -> None:
+        """``judge`` (who made them, states) is shown what each server makes of one row: now, and
+        whenever a server comes back, before anything else of it is believed. Raises what ``judge``
+        raises."""
 
     def logits_rows(self, final_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] -> [T, V]: lm_head(norm(final))."""

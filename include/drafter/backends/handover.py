@@ -4,7 +4,7 @@ The server names a file after the request and never deletes one, so a request id
 
     drafter-<home>-<boot>-<pid>-<start time>-<n>
 
-``home`` stands for this host and its pids, the next three for the process that asked. After each
+``home`` stands for this machine and its pids, the next three for the process that asked. After each
 batch, files of this process and of processes that no longer live are removed from the server's
 directory; a name without this form, or of another home, is somebody else's and stays. A job that
 was killed so loses its files to the first batch of the next one, of whatever dataset.
@@ -32,6 +32,8 @@ from safetensors import SafetensorError, safe_open
 from drafter.errors import Busy, DrafterError, RecipeError
 from drafter.processes import Process, boot_id, is_alive, look
 
+MACHINE_ID = Path("/etc/machine-id")
+
 APPEAR_S = 30.0
 """For a lock file that the server says is there: shared disks may show it late."""
 
@@ -50,7 +52,7 @@ class Handover:
         this = look(os.getpid())
         assert this is not None
         self._this = this
-        self._home = _digest(socket.gethostname() + os.readlink("/proc/self/ns/pid"))
+        self._home = _digest(_machine() + socket.gethostname() + os.readlink("/proc/self/ns/pid"))
         self._boot = _digest(boot_id())
         self._count = itertools.count()
         self._timeout_s = timeout_s
@@ -61,14 +63,14 @@ class Handover:
         process = f"{self._boot}-{self._this.pid}-{self._this.starttime}"
         return f"drafter-{self._home}-{process}-{next(self._count)}"
 
-    async def take(self, path: Path) -> tuple[list[int], torch.Tensor]:
+    async def take(self, path: Path, request_id: str) -> tuple[list[int], torch.Tensor]:
         """token_ids and hidden_states [T, layers, D] of ``path``, which is deleted, whatever it is.
 
-        Raises RecipeError when it is not named after a request of this process, or cannot be seen
-        or deleted from here, Busy when it stays locked, DrafterError when it holds no states.
+        Raises RecipeError when it is not named after that request, or cannot be seen or deleted
+        from here, Busy when it stays locked, DrafterError when it holds no states.
         """
         named = _NAME.search(path.name)
-        if named is None or self._process(named) != self._this:
+        if named is None or named[0] != request_id:
             raise RecipeError(
                 f"the server names {path}, needed is a file named after the request: start vLLM "
                 "with the kv_connector ExampleHiddenStatesConnector"
@@ -204,6 +206,15 @@ def _is_held(path: Path) -> bool:
 
 def _lock_of(path: Path) -> Path:
     return path.with_name(path.name + _LOCK)
+
+
+def _machine() -> str:
+    """What no other host of this name has: containers often lack an id, there it is the boot's."""
+    try:
+        machine = MACHINE_ID.read_text().strip()
+    except OSError:
+        machine = ""
+    return machine or boot_id()
 
 
 def _digest(text: str) -> str:

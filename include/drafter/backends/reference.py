@@ -9,7 +9,6 @@ quantised, or is of a model that transformers cannot run.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,37 +27,41 @@ _PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
 _LAYER = re.compile(r"^(?:language_model\.)?(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 """Names of the text decoder's tensors, with the layer."""
 
-OpenedReference = Callable[[list[int]], Reference | None]
-"""One row -> what a plain forward gives; None where there can be none."""
 
-
-def open_reference(target_dir: Path, num_layers: int) -> OpenedReference:
+class PlainForward:
     """A plain forward of ``target_dir``; at least of ``num_layers``, the first captured layer.
 
     Nothing is loaded before a row is asked, and nothing stays loaded after it. Where there can be
-    none, the reason is printed: a server may well run what this process cannot.
+    none, the reason is printed and kept: a server may well run what this process cannot.
     """
 
-    def reference(input_ids: list[int]) -> Reference | None:
+    def __init__(self, target_dir: Path, num_layers: int) -> None:
+        self._target_dir = target_dir
+        self._num_layers = num_layers
+        self.missing = ""
+        """Why the last row got none, or one of fewer layers."""
+
+    def __call__(self, input_ids: list[int]) -> Reference | None:
+        """One row, or its first layers; None where there can be none."""
+        self.missing = ""
         # The first layer alone is dense, and not quantised, in large models of experts.
-        for first_layers in sorted({max(num_layers, 1), 1}, reverse=True):
+        for first_layers in sorted({max(self._num_layers, 1), 1}, reverse=True):
             try:
-                return _forward(target_dir, first_layers, input_ids)
+                return _forward(self._target_dir, first_layers, input_ids)
             except (_NotHere, RecipeError) as reason:
+                self.missing = str(reason)
                 print(
-                    f"no plain forward of {target_dir}, or of its first {first_layers} layers, in "
-                    f"this process: {reason}",
+                    f"no plain forward of {self._target_dir}, or of its first {first_layers} "
+                    f"layers, in this process: {reason}",
                     flush=True,
                 )
         return None
-
-    return reference
 
 
 def _forward(target_dir: Path, first_layers: int, input_ids: list[int]) -> Reference:
     whole = _fits_whole(target_dir, first_layers)
     model = load_target(target_dir, torch.float32, 0, None if whole else first_layers)
-    full = plain_forward(model, input_ids)
+    full = plain_forward(model, input_ids, target_dir)
     if whole:
         return full
     # Without its last norm, a shortened model ends in what enters the layer after it.

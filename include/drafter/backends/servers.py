@@ -1,8 +1,10 @@
 """The servers of extraction: which of them get rows, and what to do when one is gone.
 
 Rows go out concurrently, in turn over the URLs that answer. A server is asked what it is before its
-first row, and again after it was lost: it may come back with other flags. States are made again for
-free, so a row that got no answer is simply sent once more, elsewhere where there is another.
+first row, and again after it was lost: it may come back with other flags. What it says does not
+prove what it does, so once a row's states are proven, each server must return these very states
+too, and again whenever it comes back. States are made again for free, so a row that got no answer
+is simply sent once more, elsewhere where there is another.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import httpx
 import orjson
@@ -20,7 +22,6 @@ import orjson
 from drafter.engines.connection import CHECK_TIMEOUT_S, CONNECT_TIMEOUT_S, open_transport
 from drafter.errors import Busy, RecipeError
 from drafter.sections import Extract
-from drafter.shards import Features
 
 PATIENCE_S = 60.0
 """Without any server: one that is being restarted is back by then, or somebody must look."""
@@ -36,34 +37,48 @@ _LOOK_AGAIN_S = 60.0
 _TRANSIENT_STATUS = frozenset({408, 425, 429})
 
 Get = Callable[[str], Awaitable[dict[str, Any]]]
-Check = Callable[[str, Get], Awaitable[None]]
-"""(URL, what GETs a path of it as JSON): RecipeError when that is not the server to ask."""
+T = TypeVar("T")
+"""What an engine's answer to a row holds."""
 
-Body = Callable[[list[int]], dict[str, Any]]
-"""Of the request for a row."""
+T_co = TypeVar("T_co", covariant=True)
 
-Take = Callable[[str, dict[str, Any]], Awaitable[Features]]
-"""(URL, its answer to a row) -> the row's states."""
+Judge = Callable[[str, T], None]
+"""(URL, what it gave for the proven row): DataError when these are not the row's states."""
+
+
+class Asked(Protocol[T_co]):
+    """How one kind of engine is asked."""
+
+    async def check(self, url: str, get: Get) -> None:
+        """``get`` reads a path of it as JSON. RecipeError when that is not the server to ask."""
+
+    def body(self, row: list[int]) -> dict[str, Any]:
+        """Of the request for a row; new for each attempt."""
+
+    async def take(self, url: str, body: dict[str, Any], answer: dict[str, Any]) -> T_co:
+        """What the answer to a request holds. May raise Lost."""
 
 
 class Lost(Exception):
     """No answer, or one that a second try may change."""
 
 
-class Servers:
+class Servers(Generic[T]):
     """``in_flight`` rows at once at each of the recipe's URLs.
 
     Raises RecipeError when a server is the wrong one or refuses, Busy when none answers.
     """
 
-    def __init__(self, settings: Extract, engine: str, path: str, check: Check, in_flight: int):
+    def __init__(
+        self, settings: Extract, engine: str, path: str, asked: Asked[T], in_flight: int
+    ) -> None:
         self._urls = [url.rstrip("/") for url in settings.urls]
         self._timeout_s = settings.timeout_s
         self._headers = _headers(settings)
         self._tls = httpx.create_ssl_context(verify=any(u.startswith("https:") for u in self._urls))
         self._engine = engine
         self._path = path
-        self._check = check
+        self._asked = asked
         self._in_flight = in_flight
         self._turn = itertools.count()
         self._live: list[str] = []
@@ -71,31 +86,40 @@ class Servers:
         """Why, for each that does not answer."""
 
         self._looked_at = float("-inf")
+        self._proof: tuple[list[int], Judge[T]] | None = None
         asyncio.run(self._find_servers())
 
-    def features(self, batch: Sequence[list[int]], body: Body, take: Take) -> list[Features]:
-        """What ``take`` makes of the answer to each row, in order.
+    def answers(self, batch: Sequence[list[int]]) -> list[T]:
+        """What the answer to each row holds, in order.
 
-        ``body`` is asked anew for each attempt, and ``take`` may raise Lost. After any other
-        failure no further row is sent; those under way end first, so that nothing is left behind.
+        After a failure no further row is sent; those under way end first, so that nothing is left
+        behind. Raises as the class, and what ``judge`` of ``prove`` raises.
         """
-        return asyncio.run(self._features(batch, body, take))
+        return asyncio.run(self._answers(batch))
+
+    def prove(self, row: list[int], judge: Judge[T]) -> None:
+        """``judge`` what each server gives for ``row``: all that answer now, and from now on every
+        one that comes back, before it gets another row. Raises what ``judge`` raises."""
+        self._proof = row, judge
+        # A server may have been started again unseen, between two rows: none is believed.
+        self._live.clear()
+        asyncio.run(self._find_servers())
 
     async def _find_servers(self) -> None:
         async with self._open() as http:
             await self._await_server(http)
 
-    async def _features(self, batch: Sequence[list[int]], body: Body, take: Take) -> list[Features]:
+    async def _answers(self, batch: Sequence[list[int]]) -> list[T]:
         places = asyncio.Semaphore(self._in_flight * len(self._urls))
         search = asyncio.Lock()
         failed = asyncio.Event()
 
-        async def one(row: list[int]) -> Features | None:
+        async def one(row: list[int]) -> list[T]:
             async with places:
                 if failed.is_set():
-                    return None
+                    return []
                 try:
-                    return await self._row(http, search, row, body, take)
+                    return [await self._row(http, search, row)]
                 except BaseException:
                     failed.set()
                     raise
@@ -107,11 +131,9 @@ class Servers:
         for result in done:
             if isinstance(result, BaseException):
                 raise result
-        return [result for result in done if isinstance(result, Features)]
+        return [answer for result in done if isinstance(result, list) for answer in result]
 
-    async def _row(
-        self, http: httpx.AsyncClient, search: asyncio.Lock, row: list[int], body: Body, take: Take
-    ) -> Features:
+    async def _row(self, http: httpx.AsyncClient, search: asyncio.Lock, row: list[int]) -> T:
         reason = ""
         for attempt in range(_ATTEMPTS):
             if attempt:
@@ -121,14 +143,12 @@ class Servers:
                     await self._await_server(http)
             url = self._live[next(self._turn) % len(self._live)]
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    answer = await self._ask(http, "POST", url + self._path, body(row))
-                return await take(url, answer)
+                return await self._answer(http, url, row)
             except Lost as error:
                 reason = str(error)
                 self._lose(url, reason)
             except TimeoutError:
-                reason = f"{url} gives no states of a row within {self._timeout_s:g} s"
+                reason = self._too_slow(url)
                 self._lose(url, reason)
                 if not self._live:
                     # It may well say what it is: that is no reason to wait as long again.
@@ -137,6 +157,16 @@ class Servers:
             f"{self._engine} does not give states ({reason}): look at its log, then run extract "
             "again; shards already written are kept"
         )
+
+    async def _answer(self, http: httpx.AsyncClient, url: str, row: list[int]) -> T:
+        """Raises Lost, or TimeoutError when it does not come in time."""
+        body = self._asked.body(row)
+        async with asyncio.timeout(self._timeout_s):
+            answer = await self._ask(http, "POST", url + self._path, body)
+        return await self._asked.take(url, body, answer)
+
+    def _too_slow(self, url: str) -> str:
+        return f"{url} gives no states of a row within {self._timeout_s:g} s"
 
     async def _await_server(self, http: httpx.AsyncClient) -> None:
         """Return when one answers and is the right one."""
@@ -165,14 +195,22 @@ class Servers:
 
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
-                await self._check(url, get)
+                await self._asked.check(url, get)
         except Lost as error:
-            self._lose(url, str(error))
+            return self._lose(url, str(error))
         except TimeoutError:
-            self._lose(url, f"{url} does not say in {CHECK_TIMEOUT_S:.0f} s what it serves")
-        else:
-            self._lost.pop(url, None)
-            self._live.append(url)
+            return self._lose(url, f"{url} does not say in {CHECK_TIMEOUT_S:.0f} s what it serves")
+        if self._proof is not None:
+            row, judge = self._proof
+            try:
+                judge(url, await self._answer(http, url, row))
+            except Lost as error:
+                return self._lose(url, str(error))
+            except TimeoutError:
+                return self._lose(url, self._too_slow(url))
+        self._lost.pop(url, None)
+        self._live.append(url)
+        return None
 
     def _lose(self, url: str, reason: str) -> None:
         self._lost[url] = reason

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ class SGLangBackend:
 
     checked_tokens = 4096
     low_layer = 0
+    no_reference = ""
 
     def __init__(
         self, settings: Extract, target_dir: Path, dtype: torch.dtype, aux_layers: Sequence[int]
@@ -90,18 +91,24 @@ class SGLangBackend:
         self._model_type = str(read_json(target_dir / "config.json").get("model_type"))
         self._ids = spelled_layers(self._model_type, aux_layers)
         self._requests = itertools.count()
-        self._servers = Servers(settings, "SGLang", "/generate", self._check, _IN_FLIGHT)
+        self._servers = Servers[torch.Tensor](settings, "SGLang", "/generate", self, _IN_FLIGHT)
         self._target = TransformersBackend(target_dir, dtype, aux_layers)
         self._output = OutputMatrix(target_dir)
 
     def features(self, batch: list[list[int]]) -> list[Features]:
         """States of each row; auxiliary ones on the CPU, of the servers alone."""
-        served = self._servers.features(batch, self._body, self._take)
+        served = self._servers.answers(batch)
         ours = self._target.features(batch)
         return [
-            Features(aux_TAD=row.aux_TAD, final_TD=own.final_TD.cpu())
-            for row, own in zip(served, ours, strict=True)
+            Features(aux_TAD=aux_TAD, final_TD=own.final_TD.cpu())
+            for aux_TAD, own in zip(served, ours, strict=True)
         ]
+
+    def prove(self, input_ids: list[int], judge: Callable[[str, Features], None]) -> None:
+        (own,) = self._target.features([input_ids])
+        self._servers.prove(
+            input_ids, lambda url, aux_TAD: judge(url, Features(aux_TAD, own.final_TD.cpu()))
+        )
 
     def reference(self, input_ids: list[int]) -> Reference:
         return self._target.reference(input_ids)
@@ -112,7 +119,7 @@ class SGLangBackend:
     def head(self) -> TargetHead:
         return self._output.head
 
-    def _body(self, row: list[int]) -> dict[str, Any]:
+    def body(self, row: list[int]) -> dict[str, Any]:
         return {
             "rid": f"drafter-{os.getpid()}-{next(self._requests)}",
             "input_ids": row,
@@ -120,7 +127,8 @@ class SGLangBackend:
             "return_hidden_states": True,
         }
 
-    async def _take(self, url: str, answer: dict[str, Any]) -> Features:
+    async def take(self, url: str, _: dict[str, Any], answer: dict[str, Any]) -> torch.Tensor:
+        """[T, A, D] of the auxiliary layers."""
         meta = answer.get("meta_info")
         meta = meta if isinstance(meta, dict) else {}
         ended = meta.get("finish_reason")
@@ -143,8 +151,7 @@ class SGLangBackend:
             )
         states_TAD = states_TW.view(-1, len(self._aux_layers), self._hidden_size)
         places = [self._ascending.index(k) for k in self._aux_layers]
-        aux_TAD = states_TAD[:, places].to(self._dtype)
-        return Features(aux_TAD=aux_TAD, final_TD=aux_TAD[:, -1])
+        return states_TAD[:, places].to(self._dtype)
 
     def _flags(self) -> str:
         ids = " ".join(map(str, self._ids))
@@ -154,7 +161,7 @@ class SGLangBackend:
             "--chunked-prefill-size -1"
         )
 
-    async def _check(self, url: str, get: Get) -> None:
+    async def check(self, url: str, get: Get) -> None:
         told = await get("/server_info")
         name = str(told.get("model_path"))
         # The two may see one checkpoint under different roots.

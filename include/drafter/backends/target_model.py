@@ -32,11 +32,12 @@ _REFERENCE_LOGITS = 64
 """Last tokens of a reference row whose logits are made: enough to judge a head of any size."""
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
 """What can generate text, in the order in which a checkpoint with its own code is asked."""
-_STUMBLED = (
+STUMBLED = (
     OSError, ValueError, ImportError, SafetensorError, LookupError, TypeError, AttributeError,
     RuntimeError, NameError, SyntaxError,
 )  # fmt: skip
-"""What loading runs into: damaged files, and a checkpoint's code for another transformers."""
+"""What loading and running run into: damaged files, and a checkpoint's code for another
+transformers."""
 
 
 def load_target(
@@ -70,13 +71,8 @@ def load_target(
                 output_loading_info=True,
                 device_map="auto" if gpus > 1 else None,
             )
-    except _STUMBLED as error:
-        sentence = (str(error).strip() or type(error).__name__).splitlines()[0]
-        whose = ", by its own code" if own_code else ""
-        raise RecipeError(
-            f"target {target_dir} cannot be loaded{whose} ({sentence}): correct target.path, or "
-            "extract through a server of the target"
-        ) from None
+    except STUMBLED as error:
+        raise stumbled(error, target_dir, "loaded") from None
     missing = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if missing:
         raise RecipeError(
@@ -87,6 +83,16 @@ def load_target(
         text_decoder(model, target_dir).norm = nn.Identity()
     model.eval().requires_grad_(False)
     return model.to("cuda") if gpus == 1 else model
+
+
+def stumbled(error: Exception, target_dir: Path, what: str) -> RecipeError:
+    """One sentence of one of ``STUMBLED``: the target could not be ``what``."""
+    sentence = (str(error).strip() or type(error).__name__).splitlines()[0]
+    whose = ", by its own code" if _own_code(target_dir) else ""
+    return RecipeError(
+        f"target {target_dir} cannot be {what}{whose} ({sentence}): correct target.path, or "
+        "extract through a server of the target"
+    )
 
 
 def text_decoder(model: Any, target_dir: Path) -> Any:
@@ -108,18 +114,24 @@ def text_decoder(model: Any, target_dir: Path) -> Any:
     return decoder
 
 
-def plain_forward(model: Any, input_ids: list[int]) -> Reference:
-    """One row through the whole model as transformers itself runs it; on the CPU in float32."""
+def plain_forward(model: Any, input_ids: list[int], target_dir: Path) -> Reference:
+    """One row through the whole model as transformers itself runs it; on the CPU in float32.
+
+    Raises RecipeError when the checkpoint's own code cannot do that.
+    """
     # A checkpoint's own code may be older than this argument, which spares V numbers per token.
     known = "logits_to_keep" in inspect.signature(model.forward).parameters
-    output = model(
-        input_ids=torch.tensor([input_ids], device=model.get_input_embeddings().weight.device),
-        output_hidden_states=True,
-        use_cache=False,
-        **({"logits_to_keep": _REFERENCE_LOGITS} if known else {}),
-    )
-    states = [layer[0].float().cpu() for layer in output.hidden_states]
-    logits_LV = output.logits[0, -_REFERENCE_LOGITS:].float().cpu()
+    try:
+        output = model(
+            input_ids=torch.tensor([input_ids], device=model.get_input_embeddings().weight.device),
+            output_hidden_states=True,
+            use_cache=False,
+            **({"logits_to_keep": _REFERENCE_LOGITS} if known else {}),
+        )
+        states = [layer[0].float().cpu() for layer in output.hidden_states]
+        logits_LV = output.logits[0, -_REFERENCE_LOGITS:].float().cpu()
+    except STUMBLED as error:
+        raise stumbled(error, target_dir, "run") from None
     return Reference(layers=states[:-1], normed_TD=states[-1], logits_LV=logits_LV)
 
 
@@ -134,7 +146,8 @@ def _own_code(target_dir: Path) -> dict[str, str]:
     model_type = config.get("model_type")
     if model_type in CONFIG_MAPPING:
         return {}
-    auto_map: dict[str, str] = config.get("auto_map") or {}
+    named: dict[str, Any] = config.get("auto_map") or {}
+    auto_map = {name: code for name, code in named.items() if isinstance(code, str)}
     if not auto_map:
         raise RecipeError(
             f"target {target_dir} is a {model_type!r}, which transformers "

@@ -12,7 +12,7 @@ B = rows of a batch, T = tokens of one row, A = auxiliary layers, D = hidden siz
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafter.backends.target_model import load_target, plain_forward, text_decoder
+from drafter.backends.target_model import (
+    STUMBLED,
+    load_target,
+    plain_forward,
+    stumbled,
+    text_decoder,
+)
 from drafter.errors import RecipeError
 from drafter.gates import Reference
 from drafter.shards import Features
@@ -36,6 +42,7 @@ class TransformersBackend:
 
     checked_tokens = sys.maxsize
     low_layer = 0
+    no_reference = ""
 
     def __init__(self, target_dir: Path, dtype: torch.dtype, aux_layers: Sequence[int]) -> None:
         gpus = torch.cuda.device_count()
@@ -62,7 +69,7 @@ class TransformersBackend:
     def features(self, batch: list[list[int]]) -> list[Features]:
         """States of each row, without padding, on the device that made them.
 
-        Raises RecipeError when the batch does not fit the GPU.
+        Raises RecipeError when the batch does not fit the GPU, or the checkpoint's code stumbles.
         """
         width = max(map(len, batch))
         ids_BT = torch.zeros(len(batch), width, dtype=torch.int64)
@@ -77,6 +84,8 @@ class TransformersBackend:
                 f"{len(batch)} rows of {width} tokens do not fit the GPU: lower "
                 "extract.batch_tokens, or extract.max_length where it is one row"
             ) from None
+        except STUMBLED as error:
+            raise stumbled(error, self._target_dir, "run") from None
         final_BTD = entering[-1]
         aux_BTAD = torch.stack([states.to(final_BTD.device) for states in entering[:-1]], dim=2)
         return [
@@ -89,7 +98,11 @@ class TransformersBackend:
 
     def reference(self, input_ids: list[int]) -> Reference:
         """One row through the whole model as transformers itself runs it."""
-        return plain_forward(self._model, input_ids)
+        return plain_forward(self._model, input_ids, self._target_dir)
+
+    def prove(self, input_ids: list[int], judge: Callable[[str, Features], None]) -> None:
+        """The model is loaded once and stays: one row shows that it still computes the same."""
+        judge("this process", self.features([input_ids])[0])
 
     def logits_rows(self, final_TD: torch.Tensor) -> torch.Tensor:
         """lm_head(norm(final)) with the model's own modules: [T, D] -> [T, V]."""

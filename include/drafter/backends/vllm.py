@@ -16,6 +16,10 @@ the states of each request to a file of its own (drafter.backends.handover). Fla
 * Rows cover the prompt, so a row goes out whole as one. Chunked prefill and prefix cache are right.
 * Both /v1/completions and /inference/v1/generate name the file; the first needs no flag more.
 * A row needs room for one token that is generated: context >= row + 1, else 400.
+* No route tells the ids. That they are the right ones, only the states show: all of them where a
+  plain forward of the target fits this process. Of a target too large for that, nothing but layer
+  0 (or 1), the layers that still fit, and the next tokens that ``final`` predicts is compared: ids
+  in the middle that are wrong from the first row on pass.
 
 T = tokens of one row, A = auxiliary layers, D = hidden size, V = vocabulary.
 """
@@ -23,7 +27,7 @@ T = tokens of one row, A = auxiliary layers, D = hidden size, V = vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,7 @@ import torch
 
 from drafter.backends.handover import Handover
 from drafter.backends.output_matrix import OutputMatrix
-from drafter.backends.reference import open_reference
+from drafter.backends.reference import PlainForward
 from drafter.backends.servers import Get, Servers
 from drafter.engines.api import count, first_model
 from drafter.errors import RecipeError
@@ -73,9 +77,9 @@ class VLLMBackend:
             )
         self._max_length = settings.max_length
         self._handover = Handover(settings.timeout_s)
-        self._servers = Servers(settings, "vLLM", "/v1/completions", self._check, _IN_FLIGHT)
+        self._servers = Servers[Features](settings, "vLLM", "/v1/completions", self, _IN_FLIGHT)
         self._output = OutputMatrix(target_dir)
-        self._reference = open_reference(target_dir, min(self._aux_layers))
+        self._plain = PlainForward(target_dir, min(self._aux_layers))
 
     def features(self, batch: list[list[int]]) -> list[Features]:
         """States of each row, on the CPU.
@@ -83,12 +87,22 @@ class VLLMBackend:
         Raises as the class, and DrafterError when the server wrote no whole file.
         """
         try:
-            return self._servers.features(batch, self._body, self._take)
+            return self._servers.answers(batch)
+        finally:
+            self._handover.sweep()
+
+    def prove(self, input_ids: list[int], judge: Callable[[str, Features], None]) -> None:
+        try:
+            self._servers.prove(input_ids, judge)
         finally:
             self._handover.sweep()
 
     def reference(self, input_ids: list[int]) -> Reference | None:
-        return self._reference(input_ids)
+        return self._plain(input_ids)
+
+    @property
+    def no_reference(self) -> str:
+        return self._plain.missing
 
     def logits_rows(self, final_TD: torch.Tensor) -> torch.Tensor:
         return self._output.logits_rows(final_TD)
@@ -96,7 +110,7 @@ class VLLMBackend:
     def head(self) -> TargetHead:
         return self._output.head
 
-    def _body(self, row: list[int]) -> dict[str, Any]:
+    def body(self, row: list[int]) -> dict[str, Any]:
         return {
             "request_id": self._handover.request_id(),
             "prompt": row,
@@ -104,14 +118,14 @@ class VLLMBackend:
             "temperature": 0,
         }
 
-    async def _take(self, url: str, answer: dict[str, Any]) -> Features:
+    async def take(self, url: str, body: dict[str, Any], answer: dict[str, Any]) -> Features:
         told = answer.get("kv_transfer_params")
         path = told.get("hidden_states_path") if isinstance(told, dict) else None
         if not isinstance(path, str):
             raise RecipeError(
                 f"{url} answers without kv_transfer_params.hidden_states_path: {self._flags()}"
             )
-        token_ids, states_TLD = await self._handover.take(Path(path))
+        token_ids, states_TLD = await self._handover.take(Path(path), body["request_id"])
         return self._features(url, token_ids, states_TLD)
 
     def _features(self, url: str, token_ids: list[int], states_TLD: torch.Tensor) -> Features:
@@ -121,7 +135,8 @@ class VLLMBackend:
         if layers is None:
             raise RecipeError(
                 f"{url} gives {served} layers, needed are {len(either[0])} or, with "
-                f"layer {self.low_layer}, {len(either[1])}: {self._flags()}"
+                f"layer {self.low_layer}, {len(either[1])} (vLLM never tells which they are, only "
+                f"how many): {self._flags()}"
             )
         places = [layers.index(k) for k in self._aux_layers]
         return Features(
@@ -155,7 +170,7 @@ class VLLMBackend:
             "under the same path"
         )
 
-    async def _check(self, url: str, get: Get) -> None:
+    async def check(self, url: str, get: Get) -> None:
         model = first_model(await get("/v1/models"))
         name = str(model.get("root") or model.get("id"))
         # The two may see one checkpoint under different roots.

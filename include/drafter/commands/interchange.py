@@ -14,9 +14,16 @@ _AUX_LAYERS = (
     "SpecForge counts outputs of layers, one less: its [1, n//2 - 1, n - 4] are 2, n//2, n - 3"
 )
 
+_JUDGED = (
+    "An import compares its first row with a plain forward of the target, as far as its layers fit "
+    "in memory. Where none fits, or the weights are quantised, states are judged by their form and "
+    "by the tokens that they predict alone, and the import says so."
+)
+
 
 def add_to(add: Add) -> None:
     states = add("states", _states, "hidden states to and from other EAGLE-3 training systems")
+    states.epilog = _JUDGED
     states.add_argument("direction", choices=["export", "import"])
     states.add_argument("system", choices=["specforge", "speculators"])
     states.add_argument("dataset")

@@ -28,6 +28,9 @@ from drafter.shards import Row
 SAMPLE_IDS = "sample_ids.jsonl"
 """Beside files that have no room for them: row i of the export is line i, a JSON string."""
 
+NO_FILE = "not a regular file"
+"""Why a pipe, a socket or a broken link is left out."""
+
 RECORD = "drafter.json"
 """What an exported directory was made of; the other systems do not look at it."""
 

@@ -301,5 +301,11 @@ def _say(dataset: str, section: dict[str, Any], changed: bool) -> None:
         f"{'' if changed else ', unchanged'}",
         flush=True,
     )
+    if "reference_error" not in section["gates"]:
+        print(
+            f"{dataset}: no plain forward of the target fits here: its states are judged by their "
+            "form and by the tokens that they predict, not by comparison",
+            flush=True,
+        )
     for reason, number in counts["left_out"].items():
         print(f"{dataset}: left out {number:,}: {reason}", flush=True)

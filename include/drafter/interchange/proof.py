@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from drafter import batch_gates, gates
-from drafter.backends.reference import open_reference
+from drafter.backends.reference import PlainForward
 from drafter.shard_maker import checked_tokens
 from drafter.shard_plan import Sample
 from drafter.shards import DTYPES, Features, Row, Shard
@@ -69,7 +69,7 @@ class Proof:
     def _compare(self, samples: list[Sample], first: Features) -> dict[str, float]:
         """The first of ``samples`` with a plain forward; nothing where there can be none."""
         layers = self._identity["aux_layers"]
-        plain = open_reference(self._target, min(filter(None, layers)))
+        plain = PlainForward(self._target, min(filter(None, layers)))
 
         def neighbours() -> Iterator[tuple[str, gates.Reference]]:
             for sample in samples[1 : 1 + _NEIGHBOURS]:

@@ -33,13 +33,16 @@ import torch
 
 from drafter.errors import DataError
 from drafter.files import digest, file_record, whole_file
-from drafter.interchange import SAMPLE_IDS, Found, Sample, loss_mask
+from drafter.interchange import NO_FILE, SAMPLE_IDS, Found, Sample, loss_mask
 from drafter.shards import Row
 from drafter.target_head import TargetHead
 
 _FOLDER_ROWS = 2000
 _SUFFIXES = (".ckpt", ".ckpt.gz")
 _KEYS = ("input_ids", "loss_mask", "hidden_state", "aux_hidden_state")
+_BEFORE_ZIP = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
+"""How files begin that PyTorch wrote before 1.6, or writes without its zip format: its
+torch/serialization.py, MAGIC_NUMBER."""
 _STANDARD = re.compile(r"rows_\d+-\d+/data_(\d+)\.ckpt(\.gz)?")
 
 
@@ -65,6 +68,10 @@ class SpecForgeSource:
             stem = standard[1] if standard else name.removesuffix(".gz").removesuffix(".ckpt")
             known = sample_ids.of(int(standard[1])) if standard else None
             sample_id = known or f"{self._dataset}-{stem}"
+            if not path.is_file():
+                # A pipe would be waited for, for ever.
+                yield Found(name, digest([name, NO_FILE]), NO_FILE)
+                continue
             sha256 = file_record(path)["sha256"]
             yield Found(name, digest([sha256, sample_id]), _read(path, sample_id))
 
@@ -117,7 +124,7 @@ class _SampleIds:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lines = enumerate(_lines(path) if path.exists() else [])
+        self._lines = enumerate(_lines(path) if path.is_file() else [])
         self._last = -1
 
     def of(self, number: int) -> str | None:
@@ -173,7 +180,11 @@ def _is_dense(value: Any) -> bool:
 
 
 def _load(path: Path) -> Any:
-    if path.suffix != ".gz":
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    with gzip.open(path) as file:
-        return torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
+    """RuntimeError or the like when it is torn or nothing of torch's."""
+    if path.suffix == ".gz":
+        with gzip.open(path) as file:
+            return torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
+    with open(path, "rb") as file:
+        is_old = file.read(len(_BEFORE_ZIP)) == _BEFORE_ZIP
+    # What PyTorch wrote before 1.6 cannot be mapped.
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=not is_old)

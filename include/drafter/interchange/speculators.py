@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -32,7 +33,7 @@ from safetensors.torch import load_file, save_file
 
 from drafter.errors import DataError
 from drafter.files import file_record, read_json, whole_file, write_json
-from drafter.interchange import Found, Sample, loss_mask
+from drafter.interchange import NO_FILE, Found, Sample, loss_mask
 from drafter.shards import Row
 
 _ARROW = "data-00000-of-00001.arrow"
@@ -91,14 +92,16 @@ class SpeculatorsSource:
         sample_id = named if named and isinstance(named, str) else f"{self._dataset}-{index}"
         path = _states(self._directory, index)
         sha256 = hashlib.sha256(json.dumps([ids, mask, seq_len, sample_id]).encode())
-        sample: Sample | str = "no file of hidden states"
-        if path.exists():
+        sample: Sample | str = NO_FILE if os.path.lexists(path) else "no file of hidden states"
+        if path.is_file():
             sha256.update(file_record(path)["sha256"].encode())
             sample = _read(path, sample_id, ids, mask, seq_len)
         return Found(path.name, sha256.hexdigest(), sample)
 
     def _batches(self) -> Iterator[pyarrow.RecordBatch]:
         for path in self._files:
+            if not path.is_file():
+                raise DataError(f"{path} is {NO_FILE}: fetch it again")
             try:
                 with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
                     _check(path, stream.schema)

@@ -12,6 +12,7 @@ _EXTRACT_WHERE = {"urls", "api_key_env", "timeout_s", "jobs", "forecast_tflops"}
 """Who makes the states, how fast and how many at once: it decides nothing about them."""
 
 _TRAIN_HOW = {
+    "start_from",
     "checkpoint_every_steps",
     "evaluate_every_steps",
     "recompute_activations",
@@ -82,12 +83,19 @@ class Extract(Section):
         return self.model_dump(mode="json", exclude=_EXTRACT_WHERE)
 
 
+_DRAFT_VOCAB_SIZE = 32_000
+
+
 class Train(Section):
     """Defaults are the recipe that SpecForge 0.2.0 trains EAGLE-3 drafters with, where a field says
     nothing else."""
 
+    start_from: str | None = Field(default=None, min_length=1)
+    """Directory *on the GPU host* of an EAGLE-3 drafter to train further, as SGLang, SafeAILab,
+    SpecForge or speculators write it; by default a new one is trained."""
+
     steps: int = Field(default=20_000, ge=0)
-    """Optimiser steps. 0 exports the untrained drafter."""
+    """Optimiser steps. 0 exports the untrained drafter, or the one of start_from."""
 
     batch_tokens: int = Field(default=8192, ge=2)
     """Packed tokens per step, of all processes together; as speculators 0.9.0 packs them."""
@@ -117,12 +125,12 @@ class Train(Section):
 
     seed: int = Field(default=0, ge=0)
 
-    draft_vocab_size: int = Field(default=32_000, ge=1)
-    """Most frequent response tokens that the drafter can propose; capped at the target's size.
-    32,000 in SafeAILab's code."""
+    draft_vocab_size: int | None = Field(default=None, ge=1)
+    """Most frequent response tokens that the drafter can propose, capped at the target's size;
+    default: that of start_from, or 32 000, as in SafeAILab's code."""
 
     intermediate_size: int | None = Field(default=None, ge=1)
-    """Of the drafter's MLP; default: the target's dense one."""
+    """Of the drafter's MLP; default: that of start_from, or the target's dense one."""
 
     held_out_share: float = Field(default=0.02, gt=0, lt=1)
     """Of sample ids, by hash: never trained on, used to evaluate."""
@@ -158,9 +166,42 @@ class Train(Section):
     """The two jobs of a spool wait for each other; when one has been gone for so long, the other
     ends as busy, to be retried: longer than a retry takes (15 minutes) and a target loads."""
 
+    @property
+    def new_draft_vocab_size(self) -> int:
+        """Of a drafter that nothing is started from."""
+        return self.draft_vocab_size or _DRAFT_VOCAB_SIZE
+
     def rules(self) -> dict[str, Any]:
-        """What the trained drafter depends on."""
-        return self.model_dump(mode="json", exclude=_TRAIN_HOW)
+        """What the trained drafter depends on; a start counts by its content, not by its path."""
+        rules = self.model_dump(mode="json", exclude=_TRAIN_HOW)
+        if self.start_from is None:
+            rules["draft_vocab_size"] = self.new_draft_vocab_size
+        return rules
+
+
+class ServedDrafter(Section):
+    """Servers somebody has started, to measure an exported drafter in a real engine."""
+
+    kind: Literal["sglang", "vllm"] = "sglang"
+
+    urls: tuple[str, ...] = Field(min_length=1)
+    """Base URLs, as seen from the GPU host, of servers of the target that draft with the export.
+    The servers themselves, for their counters are read, and busy with nothing else."""
+
+    plain_urls: tuple[str, ...] = ()
+    """The same servers without a drafter, on the same GPUs: what the speed is compared with."""
+
+    api_key_env: EnvironmentName | None = None
+    """Environment variable *on the GPU host* that holds the servers' key."""
+
+    @model_validator(mode="after")
+    def _two_servers(self) -> Self:
+        if twice := sorted(set(self.urls) & set(self.plain_urls)):
+            raise ValueError(
+                f"{twice[0]} is in urls and plain_urls: one server cannot be both with and without"
+                " a drafter"
+            )
+        return self
 
 
 class Evaluate(Section):
@@ -172,3 +213,11 @@ class Evaluate(Section):
 
     max_new_tokens: int = Field(default=1024, ge=1)
     """Of the greedy answers that are replayed."""
+
+    served: ServedDrafter | None = None
+    """After the export the held-out prompts are asked of a server that uses it; not without this
+    section."""
+
+    def rules(self) -> dict[str, Any]:
+        """What a replay depends on."""
+        return self.model_dump(mode="json", exclude={"served"})
