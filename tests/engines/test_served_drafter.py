@@ -23,6 +23,7 @@ from unit.random_targets import one_thread
 from drafter import checkpoint, corpus, greedy, replay, serving, template
 from drafter.errors import RecipeError
 from drafter.files import read_json
+from drafter.target_head import text_config
 
 MARGIN = 0.5
 """Tokens per verification that the target's states must be good for."""
@@ -148,7 +149,10 @@ def test_answers_cut_by_the_limit_count_the_same(site: TrainedSite, say: Say) ->
 def test_both_exports_draft_the_same(site: TrainedSite) -> None:
     rows = corpus.collect(site.workspace, site.recipe())
     head = corpus.read_head(site.recipe(), rows)
-    sglang, vllm = (serving.read(site.run.export(name), name) for name in ("sglang", "vllm"))
+    config = text_config(TARGET)
+    sglang, vllm = (
+        serving.read(site.run.export(name), name, config) for name in ("sglang", "vllm")
+    )
     assert sglang.aux_layers == vllm.aux_layers == [1, 2, 3]
     assert sglang.weights.keys() == vllm.weights.keys()
     assert all(torch.equal(sglang.weights[name], vllm.weights[name]) for name in vllm.weights)
@@ -156,5 +160,8 @@ def test_both_exports_draft_the_same(site: TrainedSite) -> None:
         for entry in rows.held_out[:4]:
             row = entry.read()
             ids, aux = row.input_ids_T[: row.prompt_tokens + 1], row.aux_TAD[: row.prompt_tokens]
-            one, other = (serving.draft(each, ids, aux, head.embed, 3) for each in (sglang, vllm))
+            followed = row.input_ids_T[row.prompt_tokens + 1 :][None, :2]
+            one, other = (
+                serving.drafts(each, ids, aux, head.embed, followed) for each in (sglang, vllm)
+            )
             torch.testing.assert_close(one, other)
