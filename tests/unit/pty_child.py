@@ -63,6 +63,15 @@ class PtyChild:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
+    def end_interrupted(self) -> int:
+        """The exit code after Ctrl-C, pressed again when nothing happens: Python drops one that
+        comes while it destroys an object."""
+        for _ in range(5):
+            self.interrupt()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.end(10)
+        return self.end()
+
     def _read(self) -> bool:
         ready, _, _ = select.select([self._master], [], [], 0.2)
         if not ready:

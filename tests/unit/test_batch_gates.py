@@ -72,7 +72,7 @@ def a_layer_missing(row: Row) -> Features:
 
 
 def layer_0_of_other_tokens(row: Row) -> Features:
-    return spoiled(row, embedded_TD=row.final_TD[1:])
+    return spoiled(row, low_TD=row.final_TD[1:])
 
 
 def half_precision(row: Row) -> Features:

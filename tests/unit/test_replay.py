@@ -12,6 +12,10 @@ from drafter.replay import Tally, overall, replay, tally
 from drafter.shards import Row
 
 
+CONFIG = {"model_type": "llama", "num_hidden_layers": 8}
+"""Of the target: what decides how SGLang counts its layers."""
+
+
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory):
     torch.set_num_threads(1)
@@ -37,14 +41,18 @@ def greedy_rows(count: int) -> list[Row]:
 
 def served_by_hand(directory: Path, rows: list[Row], drafted: int) -> Tally:
     """Draft with the exported files and a growing cache, verify, accept, go on."""
-    served = serving.read(directory, "sglang")
+    served = serving.read(directory, "sglang", CONFIG)
     generated = verifications = 0
     for row in rows:
         ids = row.input_ids_T
         newest = row.prompt_tokens  # the target wrote it in prefill
         while newest < len(ids) - 1:
-            logits = serving.draft(served, ids[: newest + 1], row.aux_TAD[:newest], EMBED, drafted)
-            proposed = served.draft_ids[logits.argmax(-1)].tolist()
+            proposed: list[int] = []
+            for _ in range(drafted):
+                followed = torch.tensor(proposed, dtype=torch.int64)[None]
+                aux_TAH = row.aux_TAD[:newest]
+                logits = serving.drafts(served, ids[: newest + 1], aux_TAH, EMBED, followed)
+                proposed.append(int(served.draft_ids[logits[0, -1].argmax()]))
             accepted = 0
             while (
                 accepted < drafted
@@ -61,7 +69,7 @@ def served_by_hand(directory: Path, rows: list[Row], drafted: int) -> Tally:
 
 @pytest.mark.parametrize("drafted", [1, 3, 5])
 def test_replay_counts_what_an_engine_would(drafter, tmp_path, drafted):
-    write_json(tmp_path / "config.json", export.sglang_config(drafter.shape, "float32"))
+    write_json(tmp_path / "config.json", export.sglang_config(drafter.shape, "float32", CONFIG))
     export.write_weights(tmp_path, "sglang", drafter, torch.float32)
     rows = greedy_rows(12)
     expected = served_by_hand(tmp_path, rows, drafted)
