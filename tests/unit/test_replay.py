@@ -11,7 +11,6 @@ from drafter.files import write_json
 from drafter.replay import Tally, overall, replay, tally
 from drafter.shards import Row
 
-
 CONFIG = {"model_type": "llama", "num_hidden_layers": 8}
 """Of the target: what decides how SGLang counts its layers."""
 
