@@ -102,8 +102,8 @@ def save(
     """
     final = run.checkpoint(step)
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         shape = json.dumps(asdict(drafter.shape), sort_keys=True)
         weights = {name: tensor.contiguous() for name, tensor in drafter.state_dict().items()}
         save_file(weights, partial / WEIGHTS, metadata={"shape": shape})
@@ -112,6 +112,7 @@ def save(
         for path in partial.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
+        fsync_dir(partial)
         os.replace(partial, final)
         fsync_dir(run.root)
     except (OSError, SafetensorError) as error:

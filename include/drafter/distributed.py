@@ -30,6 +30,9 @@ from drafter.processes import MARKER, die_with_parent
 _TOLD = "DRAFTER_TRAINING_PROCESS"
 """Environment variable: rank, number of processes, port of the store, pid of the launcher."""
 
+_REASON = "reason"
+"""Key in the store: exit code and sentence of one that says itself what is wrong."""
+
 _HOST = "127.0.0.1"
 _PATIENCE = timedelta(days=1)
 """For each other: the launcher sees who dies, and a checkpoint of another may take long."""
@@ -37,6 +40,9 @@ _PATIENCE = timedelta(days=1)
 _LOOK_S = 0.05
 _GRACE_S = 2.0
 """For the others to say why they end, when one has ended badly."""
+
+
+_SAID = (RecipeError, DataError, Busy)
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ def is_launched() -> bool:
 
 @contextlib.contextmanager
 def joined() -> Iterator[Group]:
-    """Meet the others, for as long as this is open."""
+    """Meet the others, for as long as this is open. What is wrong, the launcher says."""
     rank, size, port, launcher = map(int, os.environ[_TOLD].split())
     die_with_parent(launcher)
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
@@ -117,7 +123,11 @@ def joined() -> Iterator[Group]:
         torch.cuda.set_device(group.device)
     backend = "nccl" if group.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
-    yield group
+    try:
+        yield group
+    except _SAID as error:
+        store.set(_REASON, f"{error.exit_code} {error}")
+        raise SystemExit(error.exit_code) from None
     # Not after an error: the others may be gone, or wait for this one to be.
     dist.destroy_process_group()
 
@@ -125,8 +135,8 @@ def joined() -> Iterator[Group]:
 def launch(job: Job, size: int) -> None:
     """Run the job in ``size`` processes and return when all have ended well.
 
-    Otherwise none is left: DrafterError when one was killed, SystemExit with the code of one that
-    said itself what was wrong. What the first one prints is the job's log; of the others, errors.
+    Otherwise none is left: what one of them raised that said itself what was wrong, or DrafterError
+    when one was killed. What the first one prints is the job's log; of the others, errors.
     """
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
     command = [sys.executable, "-m", "drafter", "run", str(job.dir.root)]
@@ -139,11 +149,12 @@ def launch(job: Job, size: int) -> None:
             out = None if rank == 0 else subprocess.DEVNULL
             started.append(subprocess.Popen(command, env={**shared, **told}, stdout=out))
         codes = _wait(started)
+        said = store.get(_REASON).decode() if store.check([_REASON]) else ""
     finally:
         for process in started:
             process.kill()
             process.wait()
-    _judge(codes)
+    _judge(codes, said)
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
@@ -158,12 +169,12 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
         time.sleep(_LOOK_S)
 
 
-def _judge(codes: Sequence[int | None]) -> None:
+def _judge(codes: Sequence[int | None], said: str) -> None:
     """A reason that one gave comes before a kill, that before the complaints of who it left."""
-    told = (RecipeError.exit_code, DataError.exit_code, Busy.exit_code)
-    given = [code for code in codes if code in told]
-    if given:
-        raise SystemExit(given[0])
+    code, _, sentence = said.partition(" ")
+    for kind in _SAID:
+        if code == str(kind.exit_code):
+            raise kind(sentence)
     killed = [(rank, -code) for rank, code in enumerate(codes, start=1) if code and code < 0]
     if killed:
         rank, number = killed[0]

@@ -28,6 +28,7 @@ NEEDED = (
     "pyarrow",
     "pydantic",
     "safetensors",
+    "tensorboard",
     "torch",
     "transformers",
 )

@@ -45,7 +45,8 @@ class Losses:
     mean: Tensor
     """float32 [K]: that mean per step, 0 where a step has no supervised start."""
     accuracy: Tensor
-    """float32 [K]: share of them where both distributions have the same most likely token."""
+    """float32 [K]: share of them where both distributions have the same most likely token of the
+    draft vocabulary; what the target says outside it no drafter can, so an engine accepts less."""
 
 
 def soft_cross_entropy(
@@ -71,8 +72,8 @@ class _SoftCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         share = 1 / count.clamp(min=1)
         factor = decay ** torch.arange(steps, device=device) * share
         loss, hits = torch.zeros(2, steps, device=device)
-        grads = [torch.zeros_like(state) for state in states]
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        grads = [torch.zeros_like(state) for state in states] if learns else []
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if learns else weight
         for begin in range(0, len(judge.left_Q), _CHUNK):
             end = min(begin + _CHUNK, len(judge.left_Q))
             wanted = (judge.normed_QH[begin:end] @ wanted_matrix.T).float().softmax(-1)

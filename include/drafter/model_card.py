@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import Any
 
-from drafter import jsonl
+from drafter import checkpoint, jsonl
 from drafter.files import file_record, read_section
 from drafter.job import Job
 from drafter.layout import DrafterRun, Workspace
@@ -34,6 +34,7 @@ def render(
     """Markdown; a function of the run's files and the code. ``target`` is its config.json."""
     recipe = job.recipe
     counts = train["counts"]
+    exported = int(checkpoint.chosen(run_, recipe.train).name.removeprefix("step-"))
     directory = run_.export(engine)
     hashes = {
         name: file_record(directory / name)["sha256"]
@@ -67,7 +68,9 @@ greedy answers to held-out prompts.
 {counts["trained_rows"]} rows ({counts["held_out_rows"]} held out{_left_out(counts)}), loss
 {_short(counts["first_loss"])} to {_short(counts["last_loss"])}.
 
-{_last_step(run_)}
+{_exported(run_, recipe, exported)}
+
+{_exported_step(run_, exported)}
 
 ## Data
 
@@ -118,15 +121,23 @@ def _beginning(train: dict[str, Any]) -> str:
     return f"From an earlier drafter (sha256 `{start}`):" if start else "From a new drafter:"
 
 
+def _exported(run_: DrafterRun, recipe: Recipe, step: int) -> str:
+    marked = checkpoint.best(run_)
+    is_best = marked is not None and marked.step == step
+    held_out = f", held-out loss {marked.held_out_loss:.4f}" if marked and is_best else ""
+    return f"Exported is step {step} of {recipe.train.steps}{held_out}."
+
+
 def _left_out(counts: dict[str, Any]) -> str:
     return "".join(f", {n} left out: {why}" for why, n in counts["left_out"].items())
 
 
-def _last_step(run_: DrafterRun) -> str:
-    """Loss and accuracy of every draft step at the end of training."""
+def _exported_step(run_: DrafterRun, exported: int) -> str:
+    """Loss and accuracy of every draft step where the exported checkpoint was taken."""
     last: dict[str, Any] = {}
     for line in jsonl.rows(run_.metrics):
-        last = line.value
+        if line.value["step"] <= exported:
+            last = line.value
     steps = range(sum(name.startswith("loss_") for name in last))
     if not steps:
         return "No step was taken."
@@ -155,8 +166,10 @@ def _data(workspace: Workspace, recipe: Recipe) -> str:
 
 def _recipe(recipe: Recipe) -> str:
     sections = {name: value for name, value in recipe.as_json().items() if name in _PUBLISHED}
-    for private in ("urls", "api_key_env"):
-        del sections["extract"][private]
+    sections["evaluate"] = recipe.evaluate.rules()
+    private = [("extract", "urls"), ("extract", "api_key_env"), ("train", "start_from")]
+    for section, field in private:
+        del sections[section][field]
     return json.dumps(sections, indent=1, sort_keys=True)
 
 

@@ -151,7 +151,8 @@ def _rates(in_flight: int, served: Asked, plain: Asked | None) -> dict[str, Any]
 
 def _report(job: Job, result: dict[str, Any], *, changed: bool) -> None:
     length, counts = result["acceptance_length"], result["counts"]
-    line = f"acceptance length served {length['served']:.2f}, replayed {length['replayed']:.2f}"
+    replayed = length["replayed"] or 1.0
+    line = f"acceptance length served {length['served']:.2f}, replayed {replayed:.2f}"
     ratios = {name: rates["ratio"] for name, rates in result["tokens_per_s"].items()}
     if all(ratios.values()):
         in_flight = result["tokens_per_s"]["all"]["in_flight"]
@@ -159,7 +160,7 @@ def _report(job: Job, result: dict[str, Any], *, changed: bool) -> None:
     line += f", {counts['differing']} of {counts['prompts']} answers differ from the target's"
     job.report(done=True, changed=changed, line=line, **length)
     print(line, flush=True)
-    if length["served"] < (1 - _NOTABLE) * length["replayed"]:
+    if length["served"] < (1 - _NOTABLE) * replayed:
         print(
             "the engine accepts less than the replay: look whether it serves this export, with the"
             " layers that its config.json names, and computes in the target's dtype",

@@ -15,6 +15,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from drafter import (
     batch_source,
     checkpoint,
@@ -30,7 +32,7 @@ from drafter import (
 from drafter.corpus import Corpus
 from drafter.distributed import Group
 from drafter.entries import Entry
-from drafter.errors import DataError
+from drafter.errors import DataError, RecipeError
 from drafter.files import file_record, write_section
 from drafter.job import Job
 from drafter.layout import DrafterRun
@@ -57,6 +59,16 @@ def run(job: Job) -> None:
 
 
 def _train(job: Job, group: Group) -> None:
+    try:
+        _fit(job, group)
+    except torch.OutOfMemoryError:
+        raise RecipeError(
+            f"a batch of {job.recipe.train.batch_tokens} tokens does not fit the GPU: lower "
+            "train.batch_tokens, set train.recompute_activations, or free the GPU"
+        ) from None
+
+
+def _fit(job: Job, group: Group) -> None:
     recipe, workspace = job.recipe, job.workspace
     inputs = plan.inputs("train", job.dataset, workspace, recipe)
     states = workspace.drafter(plan.run_name(workspace, recipe))

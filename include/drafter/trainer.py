@@ -73,6 +73,8 @@ class Trainer:
         done = saved[-1] if saved else 0
         if saved:
             drafter = checkpoint.load_drafter(run_.checkpoint(done), self.head)
+        # One copy of the embedding on the device: a large target's takes gigabytes.
+        drafter.embed = self.head.embed
         drafter = drafter.to(self.device)
         optimizer = torch.optim.AdamW(
             drafter.parameters(), weight_decay=options.weight_decay, fused=True

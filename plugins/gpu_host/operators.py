@@ -299,7 +299,7 @@ def what(
     if "extract" in sections:
         value["extract"] = recipe.extract.rules()
     if phase == "evaluate":
-        value["evaluate"] = recipe.evaluate.rules()
+        value |= {"evaluate": recipe.evaluate.rules(), "checkpoint": recipe.train.export}
     if phase == "prepare":
         limits = ("token_budget", "min_tokens")
         value["datasets"] = [

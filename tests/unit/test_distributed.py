@@ -21,7 +21,7 @@ from unit.spool_site import SpoolSite
 
 from drafter import checkpoint, distributed, train
 from drafter.distributed import Group, share_out
-from drafter.errors import DataError, DrafterError, RecipeError
+from drafter.errors import Busy, DataError, DrafterError, RecipeError
 from drafter.files import read_json, read_section
 from drafter.processes import look
 from drafter.shards import Row
@@ -111,6 +111,12 @@ def test_two_processes_train_what_one_trains(tmp_path: Path, batch_tokens: int) 
     assert read_json(two.job("train").dir.progress)["done"]
 
 
+def await_lines(site: DrafterSite, job: subprocess.Popen[bytes], count: int) -> None:
+    while len(lines(site)) < count:
+        assert job.poll() is None
+        time.sleep(0.001)
+
+
 def test_a_killed_process_ends_the_job_and_the_next_start_resumes_to_the_bit(
     tmp_path: Path,
 ) -> None:
@@ -121,8 +127,7 @@ def test_a_killed_process_ends_the_job_and_the_next_start_resumes_to_the_bit(
     assert start(calm).wait(ENDS_WITHIN_S) == 0
     with open(tmp_path / "errors", "wb") as errors:
         job = start(site, errors)
-        while len(lines(site)) < 12:
-            time.sleep(0.001)
+        await_lines(site, job, 12)
         first, second = children(job.pid)
         os.kill(second, signal.SIGKILL)
         assert job.wait(ENDS_WITHIN_S) != 0
@@ -130,7 +135,7 @@ def test_a_killed_process_ends_the_job_and_the_next_start_resumes_to_the_bit(
     assert said.splitlines()[-1].startswith("drafter: process 2 of 2 was killed by SIGKILL")
     assert "Traceback" not in said
     assert look(first) is None and look(second) is None
-    assert checkpoint.steps(site.run)[-1] in (10, 15)
+    assert 10 <= checkpoint.steps(site.run)[-1] < 60
     assert start(site).wait(ENDS_WITHIN_S) == 0
     for path in calm.run.root.glob("step-*/*"):
         assert path.read_bytes() == (site.run.root / path.relative_to(calm.run.root)).read_bytes()
@@ -140,8 +145,7 @@ def test_a_killed_process_ends_the_job_and_the_next_start_resumes_to_the_bit(
 def test_a_killed_launcher_takes_its_processes_with_it(tmp_path: Path) -> None:
     site = DrafterSite(tmp_path, train={"steps": 2000, "processes": 2})
     job = start(site)
-    while len(lines(site)) < 2:
-        time.sleep(0.001)
+    await_lines(site, job, 2)
     both = children(job.pid)
     job.kill()
     job.wait()
@@ -164,25 +168,26 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_with_the_samples_nam
     with open(tmp_path / "errors", "wb") as errors:
         assert start(site, errors).wait(ENDS_WITHIN_S) == DataError.exit_code
     said = (tmp_path / "errors").read_text()
-    assert "the states of B1-0003 are not finite" in said
+    assert said.count("the states of B1-0003 are not finite") == 1
     assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(
-    ("codes", "wanted", "said"),
+    ("codes", "said", "wanted", "sentence"),
     [
-        ([0, 0], None, ""),
-        ([1, 65], SystemExit, "65"),
-        ([1, -9], DrafterError, "process 2 of 2 was killed by SIGKILL"),
-        ([None, 1], SystemExit, "1"),
+        ([0, 0], "", None, ""),
+        ([1, 65], "65 row B1-3 is damaged", DataError, "^row B1-3 is damaged$"),
+        ([-9, 75], "75 nobody fills the spool", Busy, "^nobody fills the spool$"),
+        ([1, -9], "", DrafterError, "process 2 of 2 was killed by SIGKILL"),
+        ([None, 1], "", SystemExit, "1"),
     ],
 )
-def test_the_job_ends_as_the_one_that_knows_why(codes, wanted, said) -> None:
+def test_the_job_ends_as_the_one_that_knows_why(codes, said, wanted, sentence) -> None:
     if wanted is None:
-        distributed._judge(codes)
+        distributed._judge(codes, said)
         return
-    with pytest.raises(wanted, match=said):
-        distributed._judge(codes)
+    with pytest.raises(wanted, match=sentence):
+        distributed._judge(codes, said)
 
 
 def test_two_processes_train_from_a_spool_what_one_trains_from_stored_states(

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import pytest
 from unit.plan_site import make_recipe
 
+import drafter
 from drafter import machine
-from drafter.doctor import Finding, examine, table
+from drafter.doctor import NEEDED, Finding, examine, table
 from drafter.engines.connection import check_engine
 from drafter.errors import Busy, DataError, RecipeError
 
@@ -237,6 +238,12 @@ def test_the_machine_is_described_whatever_it_has() -> None:
     assert machine.available_gb() > 0
     assert machine.open_files() > 0
     assert all(isinstance(line, str) for line in machine.gpus())
+
+
+def test_every_package_of_the_requirements_is_looked_for() -> None:
+    requirements = (Path(drafter.__file__).parents[1] / "requirements.txt").read_text()
+    names = [line.partition("==")[0] for line in requirements.splitlines() if "==" in line]
+    assert names == list(NEEDED)
 
 
 def test_the_table_marks_what_failed() -> None:

@@ -101,7 +101,8 @@ def test_the_manifest_and_the_card_say_what_was_measured(site):
         assert "| **overall** |" in card
         assert f"| 2 | {last['loss_2']:.3f} | {last['acc_2']:.3f} |" in card
         recipe = json.loads(card.partition("```json\n")[2].partition("```")[0])
-        assert recipe["train"] == site.recipe.as_json()["train"]
+        assert recipe["train"] | {"start_from": None} == site.recipe.as_json()["train"]
+        assert "Exported is step 20 of 20, held-out loss" in card
         assert not recipe.keys() & {"engine", "host", "alerts"} and "urls" not in recipe["extract"]
     before = {path: path.read_bytes() for path in site.run.root.rglob("*") if path.is_file()}
     export.run(site.job("export"))

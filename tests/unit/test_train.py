@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from unit.drafter_site import DrafterSite
 
 from drafter import checkpoint, corpus, train, trainer
-from drafter.errors import DataError, DrafterError
+from drafter.errors import DataError, DrafterError, RecipeError
 from drafter.files import read_json, read_section
 from drafter.shards import Row
 
@@ -268,3 +269,14 @@ def test_the_learning_rate_warms_up_and_falls_to_zero(tmp_path):
     assert rates[0] == pytest.approx(0.1) and max(rates) == rates[10] == 1.0
     assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] < 0.001
+
+
+def test_a_batch_that_does_not_fit_the_gpu_is_a_sentence_with_the_ways_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train.Trainer, "fit", full)
+    with pytest.raises(RecipeError, match=r"lower train\.batch_tokens, set train\.recompute"):
+        train.run(DrafterSite(tmp_path).job("train"))

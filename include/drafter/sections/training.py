@@ -143,7 +143,7 @@ class Train(Section):
 
     export: Literal["last", "best"] = "last"
     """Which checkpoint is evaluated and exported: of the last step, or the one with the least
-    held-out loss."""
+    held-out loss (where the recipe spools, over the few short rows that are kept)."""
 
     processes: int | None = Field(default=None, ge=1)
     """Processes that share each batch, one per GPU; default: as many as there are GPUs."""
