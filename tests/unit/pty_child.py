@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pty
 import select
@@ -32,6 +33,8 @@ class PtyChild:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
+            # Whoever runs the tests in the background ignores Ctrl-C, and so would the child.
+            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
             env={**plain, "PYTHONPATH": PYTHONPATH, "TERM": "xterm", **env},
         )
         os.close(slave)
@@ -62,15 +65,6 @@ class PtyChild:
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
-
-    def end_interrupted(self) -> int:
-        """The exit code after Ctrl-C, pressed again when nothing happens: Python drops one that
-        comes while it destroys an object."""
-        for _ in range(5):
-            self.interrupt()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return self.end(10)
-        return self.end()
 
     def _read(self) -> bool:
         ready, _, _ = select.select([self._master], [], [], 0.2)
