@@ -33,8 +33,13 @@ class Metrics:
         self._run = run_
         _keep(run_.metrics, done)
         self._lines = jsonl.Appender(run_.metrics)
-        # TensorBoard shows none of an older file's steps from ``purge_step`` on.
-        self._board = SummaryWriter(str(run_.tensorboard), purge_step=done + 1)
+        # Made anew: of several files TensorBoard reads those in the order of names, which hold
+        # seconds and process ids, and one that was torn by a kill may hide what follows.
+        for path in run_.tensorboard.glob("events.out.tfevents.*"):
+            path.unlink()
+        self._board = SummaryWriter(str(run_.tensorboard))
+        for line in lines(run_):
+            self._draw_step(line)
 
     def __enter__(self) -> Self:
         return self
@@ -50,6 +55,9 @@ class Metrics:
 
     def append(self, numbers: dict[str, Any]) -> None:
         self._lines.append(numbers)
+        self._draw_step(numbers)
+
+    def _draw_step(self, numbers: dict[str, Any]) -> None:
         values = [
             Summary.Value(tag=_tag(name), simple_value=value)
             for name, value in numbers.items()
