@@ -136,6 +136,22 @@ def locked(lock: Path, wait: bool = False) -> Iterator[None]:
         os.close(fd)
 
 
+def is_held(lock: Path) -> bool:
+    """Is there a process that holds this flock?"""
+    try:
+        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        # Shared, so that two who look do not see each other. Who takes the lock waits for both.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def count_lines(path: Path) -> int:
     """Complete lines of a file; 0 when it does not exist."""
     if not path.exists():

@@ -24,8 +24,6 @@ left word that another start would end the same way.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +33,7 @@ from typing import Any, TypeVar
 
 from drafter import plan, states
 from drafter.errors import Busy, DataError, RecipeError
-from drafter.files import digest, locked, read_json, write_json
+from drafter.files import digest, is_held, locked, read_json, write_json
 from drafter.layout import ALL, Spool, SpoolSide, Workspace
 from drafter.recipe import Recipe
 from drafter.shard_maker import Task
@@ -155,22 +153,6 @@ def remove_idle(workspace: Workspace, own: Spool | None = None) -> None:
         if other != own and not held:
             count = remove(other)
             print(f"{count} shards of another run removed with {other.root}", flush=True)
-
-
-def is_held(lock: Path) -> bool:
-    """Is there a process that holds this flock?"""
-    try:
-        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        # Shared, so that two who look do not see each other. Who takes the lock waits for both.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _remove(paths: Iterable[Path]) -> int:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from unit.random_targets import VOCAB, greedy_rows, one_thread, save_target
 from unit.spool_site import DATASETS, SpoolSite, forked
 
-from drafter import batch_source, corpus, export, spool, spool_plan, spool_store, train
+from drafter import batch_source, corpus, export, files, spool, spool_plan, spool_store, train
 from drafter.backends import opener
 from drafter.errors import Busy, DataError, RecipeError
 from drafter.evaluate import evaluate
@@ -236,7 +236,7 @@ def test_a_side_that_is_there_is_waited_for_beyond_the_patience(
         looks.append(None)
         return True if len(looks) == 5 else None
 
-    assert not spool_store.is_held(store.spool.producer.lock)
+    assert not files.is_held(store.spool.producer.lock)
     holder_up, holder_down = os.pipe(), os.pipe()
 
     def hold() -> None:
@@ -249,7 +249,7 @@ def test_a_side_that_is_there_is_waited_for_beyond_the_patience(
     assert store.wait_for_producer(after_five)
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
-    assert not spool_store.is_held(store.spool.producer.lock)
+    assert not files.is_held(store.spool.producer.lock)
 
 
 def test_a_position_that_moved_back_is_followed_to_the_same_bytes(

@@ -15,7 +15,7 @@ import pytest
 from unit.random_targets import greedy_rows, one_thread, save_target
 from unit.spool_site import SpoolSite
 
-from drafter import spool, spool_store, train
+from drafter import files, spool, spool_store, train
 from drafter.errors import Busy, DataError, DrafterError, RecipeError
 from drafter.files import read_json, write_json
 from drafter.layout import Workspace
@@ -70,7 +70,7 @@ def test_a_training_that_waits_ends_at_once_as_its_spool_did(
     site = target.site(tmp_path, train=PATIENT)
     store = spool_store.of(site.workspace, site.recipe)
     trainer = site.start("train")
-    store.wait_for_trainer(lambda: spool_store.is_held(store.spool.trainer.lock) or None)
+    store.wait_for_trainer(lambda: files.is_held(store.spool.trainer.lock) or None)
     fault(monkeypatch)
     with pytest.raises(kind) as said:
         spool.run(site.job("spool"))

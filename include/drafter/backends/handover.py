@@ -30,6 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from drafter.errors import Busy, DrafterError, RecipeError
+from drafter.files import is_held
 from drafter.processes import Process, boot_id, is_alive, look
 
 MACHINE_ID = Path("/etc/machine-id")
@@ -97,7 +98,7 @@ class Handover:
             for path in _states(directory):
                 # What another user left is that user's to sweep.
                 with contextlib.suppress(PermissionError):
-                    if self._is_left_over(path) and not _is_held(path):
+                    if self._is_left_over(path) and not is_held(_lock_of(path)):
                         _delete(path)
 
     def _is_left_over(self, path: Path) -> bool:
@@ -187,21 +188,6 @@ def _states(directory: Path) -> set[Path]:
         for name in names
         if name.removesuffix(_LOCK).endswith(".safetensors")
     }
-
-
-def _is_held(path: Path) -> bool:
-    """Whether the server has yet to write it."""
-    try:
-        fd = os.open(_lock_of(path), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _lock_of(path: Path) -> Path:
