@@ -30,10 +30,17 @@ from drafter.processes import MARKER, die_with_parent
 _TOLD = "DRAFTER_TRAINING_PROCESS"
 """Environment variable: rank, number of processes, port of the store, pid of the launcher."""
 
+_LEAVES = "leaves {}"
+"""Key in the store: the process of that rank needs the others no more."""
+
 _REASON = "reason"
 """Key in the store: exit code and sentence of one that says itself what is wrong."""
 
 _HOST = "127.0.0.1"
+_ONE_HOST = {"GLOO_SOCKET_IFNAME": "lo"}
+"""Otherwise gloo asks a name server for this host's own name, and may be told of a network that is
+not there, or of another one each time."""
+
 _PATIENCE = timedelta(days=1)
 """For each other: the launcher sees who dies, and a checkpoint of another may take long."""
 
@@ -129,6 +136,9 @@ def joined() -> Iterator[Group]:
         store.set(_REASON, f"{error.exit_code} {error}")
         raise SystemExit(error.exit_code) from None
     # Not after an error: the others may be gone, or wait for this one to be.
+    store.set(_LEAVES.format(rank), "")
+    # Who closes its connections early may cut off what another is still reading.
+    store.wait([_LEAVES.format(other) for other in range(size)], _PATIENCE)
     dist.destroy_process_group()
 
 
@@ -145,7 +155,7 @@ def launch(job: Job, size: int) -> None:
     started: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(size):
-            told = {_TOLD: f"{rank} {size} {store.port} {os.getpid()}"}
+            told = {_TOLD: f"{rank} {size} {store.port} {os.getpid()}", **_ONE_HOST}
             out = None if rank == 0 else subprocess.DEVNULL
             started.append(subprocess.Popen(command, env={**shared, **told}, stdout=out))
         codes = _wait(started)

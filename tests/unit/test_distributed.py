@@ -33,11 +33,10 @@ ENDS_WITHIN_S = 60
 
 
 def start(site: DrafterSite | SpoolSite, stderr: Any = None) -> subprocess.Popen[bytes]:
+    """``stderr``: pytest's own unless told, which it shows when the test fails."""
     command = [sys.executable, "-m", "drafter", "run", str(site.job("train").dir.root)]
     environment = {**os.environ, "PYTHONPATH": INCLUDE, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr or subprocess.DEVNULL
-    )
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr)
 
 
 def lines(site: DrafterSite | SpoolSite) -> list[dict[str, Any]]:
