@@ -155,20 +155,22 @@ class Drafter(nn.Module):  # type: ignore[misc]
         """Normed states [Q, H] of each of ``steps`` draft steps, reading what the target wrote.
         ``recompute``: see :class:`Unroll`."""
         unroll = Unroll(self, batch, recompute)
-        states = [unroll.first()]
-        if steps > 1:
-            told = unroll.tell(batch.next_Q)
-            states += [unroll.follow(told.roll(1 - step, 0)) for step in range(1, steps)]
+        told = unroll.tell(batch.next_Q)
+        # A start reads what follows the token before it, but for the first one of each row.
+        first = torch.tensor([span.starts for span in batch.spans], device=told.device)
+        read = batch.read_S[batch.start_Q[first]]
+        states = [unroll.first(told.roll(1, 0).index_copy(0, first, unroll.tell(read)))]
+        states += [unroll.follow(told.roll(1 - step, 0)) for step in range(1, steps)]
         return [self.norm(state) for state in states]
 
 
 class Unroll:
     """Drafts from every start of a batch at once, a step at a time.
 
-    Step 0 runs over all slots, because later slots see its keys; queries and everything after
-    attention are computed for starts only. Later steps see each other's keys within one draft.
-    A token adds the same to queries, keys and values in whichever step it is read, so later steps
-    take that part apart: in training it is computed once for all of them.
+    Step 0 runs over all slots, because later slots see its keys; of slots in which no draft starts,
+    nothing but keys and values is computed. Later steps see each other's keys within one draft.
+    A token adds the same to queries, keys and values in whichever step it is read, so steps take
+    that part apart: in training it is computed once for all of them.
 
     With ``recompute`` backward keeps of every step what the next ones read (state, key, value) and
     computes the rest of it once more: the same numbers, a step's activations at a time.
@@ -178,9 +180,12 @@ class Unroll:
         self._steps, self._recompute = _Steps.of(drafter, batch), recompute
         self._own: list[_KeyValue] = []
 
-    def first(self) -> Tensor:
-        """Step 0: states [Q, H] from the target's states and the tokens it has written."""
-        self._state, *self._seen = self._computed(self._steps.first)
+    def first(self, told: Tensor | None = None) -> Tensor:
+        """Step 0: states [Q, H] from the target's states and the tokens it has written. ``told``:
+        what :meth:`tell` says of those that the starts read, when it is known already."""
+        if told is None:
+            told = self.tell(self._steps.batch.read_S[self._steps.batch.start_Q])
+        self._state, *self._seen = self._computed(self._steps.first, told)
         return self._state
 
     def next(self, token: Tensor) -> Tensor:
@@ -232,16 +237,19 @@ class _Steps:
         sizes = tuple(matrix.out_features for matrix in matrices)
         return cls(drafter, batch, sizes, *both.chunk(2, 1))
 
-    def first(self) -> tuple[Tensor, Tensor, Tensor]:
+    def first(self, told: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """State, key and value of step 0."""
-        batch, layer = self.batch, self.drafter.midlayer
-        fused = self.drafter.fc(batch.aux_SAH.flatten(1))
-        read = torch.cat([self._embedded(batch.read_S), layer.hidden_norm(fused)], -1)
-        key, value = layer.self_attn.k_proj(read), layer.self_attn.v_proj(read)
+        batch, attention = self.batch, self.drafter.midlayer.self_attn
+        silent, fused = self._apart(self.drafter.fc(batch.aux_SAH.flatten(1)))
+        token = self._embedded(self._apart(batch.read_S)[0])
+        read = torch.cat([token, self.drafter.midlayer.hidden_norm(silent)], -1)
+        query, *pair = self._read(told, fused)
+        key, value = (
+            self._together(project(read), of_starts)
+            for project, of_starts in zip((attention.k_proj, attention.v_proj), pair, strict=True)
+        )
         seen = self._rotated(key, batch.position_S), self._heads(value)
-        starts = batch.start_Q
-        query = layer.self_attn.q_proj(read[starts])
-        state = self._layer(query, fused[starts], batch.position_S[starts], seen, [])
+        state = self._layer(query, fused, batch.position_S[batch.start_Q], seen, [])
         return state, *seen
 
     def tell(self, token: Tensor) -> Tensor:
@@ -252,10 +260,30 @@ class _Steps:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """State, key and value of the step after those that ``own`` is of."""
         position = self.batch.position_S[self.batch.start_Q] + len(own) + 1
-        normed = self.drafter.midlayer.hidden_norm(before)
-        query, key, value = torch.addmm(told, normed, self.of_state.T).split(self.sizes, -1)
+        query, key, value = self._read(told, before)
         pair = self._rotated(key, position), self._heads(value)
         return self._layer(query, before, position, seen, [*own, pair]), *pair
+
+    def _read(self, told: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of starts."""
+        normed = self.drafter.midlayer.hidden_norm(state)
+        read: tuple[Tensor, ...] = torch.addmm(told, normed, self.of_state.T).split(self.sizes, -1)
+        return read
+
+    def _apart(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """[S, ...] -> those in which no draft starts, and the starts [Q, ...]."""
+        spans = self.batch.spans
+        sizes = [size for s in spans for size in (s.first - s.begin, s.end - s.first)]
+        # Slices of their own would each fill all of S with zeros in backward.
+        parts = slots.split(sizes)
+        return torch.cat(parts[::2]), torch.cat(parts[1::2])
+
+    def _together(self, silent: Tensor, starts: Tensor) -> Tensor:
+        """What :meth:`_apart` took apart."""
+        spans = self.batch.spans
+        parts = silent.split([s.first - s.begin for s in spans])
+        own = starts.split([s.end - s.first for s in spans])
+        return torch.cat([part for both in zip(parts, own, strict=True) for part in both])
 
     def _embedded(self, token: Tensor) -> Tensor:
         drafter = self.drafter
