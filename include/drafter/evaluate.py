@@ -93,7 +93,7 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
     untrained = _untrained(recipe, trained, head)
     drafters = {"untrained": _placed(untrained), "trained": _placed(trained)}
     blind = checkpoint.no_states(run_)
-    if checkpoint.steps(blind):
+    if recipe.train.no_states_baseline:
         chosen = checkpoint.chosen(blind, recipe.train)
         drafters["no_states"] = _placed(checkpoint.load_drafter(chosen, head))
     tallies: dict[str, Tally | None] = {"untrained": None, "no_states": None, "trained": None}

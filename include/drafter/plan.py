@@ -262,8 +262,11 @@ def changed_prompts(workspace: Workspace, recipe: Recipe) -> list[str]:
 
 
 def run_name(workspace: Workspace, recipe: Recipe) -> str:
-    """Name of the training run over what is extracted now: another set is another run."""
-    return digest(inputs("train", ALL, workspace, recipe))[:12]
+    """Name of the training run over what is extracted now: another set is another run, but a
+    baseline is trained beside what is there."""
+    wanted = inputs("train", ALL, workspace, recipe)
+    del wanted["train"]["no_states_baseline"]
+    return digest(wanted)[:12]
 
 
 def changed_files(phase: str, dataset: str, workspace: Workspace, recipe: Recipe) -> list[str]:

@@ -12,6 +12,7 @@ states zeroed, in ``no_states/``. On a machine of several GPUs the job starts a 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def _fit(job: Job, group: Group) -> None:
     for each in runs:
         see_states = each is states
         trainer = Trainer(recipe.train, head, held_out=looked, group=group, see_states=see_states)
-        trainer.fit(each, untrained(recipe, rows, head), batches, progress)
+        trainer.fit(each, partial(untrained, recipe, rows, head), batches, progress)
     if group.is_main:
         _finish(job, inputs, rows, runs, progress)
 

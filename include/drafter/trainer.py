@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,15 +64,23 @@ class Trainer:
         self.device = self.group.device
         self.head = head.to(self.device, torch.float32)
 
-    def fit(self, run_: DrafterRun, drafter: Drafter, batches: Batches, progress: Progress) -> None:
-        """Train ``drafter``, or what the last checkpoint of ``run_`` made of it, to the end."""
+    def fit(
+        self,
+        run_: DrafterRun,
+        untrained: Callable[[], Drafter],
+        batches: Batches,
+        progress: Progress,
+    ) -> None:
+        """Train what the last checkpoint of ``run_`` holds to the end; without one, ``untrained``,
+        for whose vocabulary all responses are counted."""
         options, is_main = self.options, self.group.is_main
         if is_main:
             checkpoint.clear_partial(run_)
         saved = checkpoint.steps(run_)
         done = saved[-1] if saved else 0
-        if saved:
-            drafter = checkpoint.load_drafter(run_.checkpoint(done), self.head)
+        drafter = (
+            checkpoint.load_drafter(run_.checkpoint(done), self.head) if saved else untrained()
+        )
         # One copy of the embedding on the device: a large target's takes gigabytes.
         drafter.embed = self.head.embed
         drafter = drafter.to(self.device)

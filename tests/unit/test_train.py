@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from unit.drafter_site import DrafterSite
 
-from drafter import checkpoint, corpus, train, trainer
+from drafter import checkpoint, corpus, plan, train, trainer
 from drafter.errors import DataError, DrafterError, RecipeError
 from drafter.files import read_json, read_section
 from drafter.shards import Row
@@ -62,6 +62,21 @@ def test_the_drafter_learns_and_the_states_are_why(tmp_path):
     assert progress["done"] and progress["changed"] and "100 steps" in progress["line"]
     train.run(site.job("train"))
     assert not read_json(site.job("train").dir.progress)["changed"]
+
+
+def test_a_baseline_asked_for_later_is_trained_beside_what_is_there(tmp_path):
+    site = DrafterSite(tmp_path, train={"steps": 20, "no_states_baseline": False})
+    train.run(site.job("train"))
+    run, before = site.run, weights(site.run, 20)
+    inodes = [path.stat().st_ino for path in run.checkpoint(20).iterdir()]
+    site.train["no_states_baseline"] = True
+    assert site.run == run
+    assert plan.decide("train", "all", site.workspace, site.recipe).action == "start"
+    train.run(site.job("train"))
+    assert weights(run, 20) == before
+    assert [path.stat().st_ino for path in run.checkpoint(20).iterdir()] == inodes
+    assert read_section(run.manifest, "train")["no_states"]["steps"] == 20
+    assert plan.decide("train", "all", site.workspace, site.recipe).action == "done"
 
 
 def test_one_batch_is_learnt_by_heart(tmp_path):
