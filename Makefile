@@ -7,7 +7,7 @@
 # make test-airflow  the long forms: pause, engine, alerts and pilot over a whole Airflow
 # make lint   ruff and mypy
 # make kill-matrix   every way to end a job, on every kind of job, as a table
-# make torture       generation, extraction and training killed with -9 at 200, 50 and 20 random moments
+# make torture       generation, extraction and training killed with -9 at 200, 50 and 30 random moments
 # make bench         client, budget, job overhead: a line of JSON each; BENCH=NAME for one
 
 PYTHON ?= python3.11
@@ -86,6 +86,7 @@ torture: .venv/.ready
 	$(TESTS) -m integration.kill_generate
 	$(TESTS) -m integration.kill_extract
 	$(TESTS) -m integration.kill_train --kills 20
+	$(TESTS) -m integration.kill_train --kills 10 --processes 2
 
 bench: setup
 	$(TESTS) -m bench $(BENCH)

@@ -3,8 +3,9 @@
 ``python -m integration.kill_train --kills 20 --seed 1`` trains with real processes, kills each at a
 moment drawn over the whole of its life (imports, verification, steps, looks, checkpoints), lets the
 last one finish, and compares weights, optimizer, the mark of the best checkpoint, metrics and
-curves with those of a run that nobody disturbed. Training goes on from where it was, so whenever
-it has ended its directory is removed and it begins anew. It ends with 1 when anything differs, when
+curves with those of a run that nobody disturbed. Of a job of several ``--processes`` one is drawn
+each time, and the others must end with it. Training goes on from where it was, so whenever it has
+ended its directory is removed and it begins anew. It ends with 1 when anything differs, when
 something is left lying, or when too few kills hit a running job or too few starts resumed in the
 middle: a process that ended before its moment does not count as a kill.
 """
@@ -16,6 +17,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -62,8 +64,7 @@ def main(arguments: list[str]) -> int:
                 shutil.rmtree(disturbed.run.root)
             process = start(disturbed, log)
             time.sleep(dice.uniform(0.2, 0.9) * life_s)
-            hits += process.poll() is None
-            process.kill()
+            hits += kill_one(process, dice)
             process.wait()
         assert start(disturbed, log).wait() == 0
         steps = [int(step) for step in re.findall(r"from step (\d+) to", log.read_text())]
@@ -81,6 +82,18 @@ def main(arguments: list[str]) -> int:
         return 0 if enough and not differing and not litter else 1
     finally:
         shutil.rmtree(home)
+
+
+def kill_one(process: subprocess.Popen[bytes], dice: random.Random) -> bool:
+    """-9 to the job's process or one of those that it started; False when it had ended before."""
+    if process.poll() is not None:
+        return False
+    started = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    try:
+        os.kill(dice.choice([process.pid, *map(int, started)]), signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def start(site: DrafterSite, log: Path) -> subprocess.Popen[bytes]:
