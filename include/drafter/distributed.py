@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -120,7 +121,10 @@ def is_launched() -> bool:
 
 @contextlib.contextmanager
 def joined() -> Iterator[Group]:
-    """Meet the others, for as long as this is open. What is wrong, the launcher says."""
+    """Meet the others, for as long as this is open; the process ends with it.
+
+    What is wrong, the launcher says.
+    """
     rank, size, port, launcher = map(int, os.environ[_TOLD].split())
     die_with_parent(launcher)
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
@@ -134,12 +138,22 @@ def joined() -> Iterator[Group]:
         yield group
     except _SAID as error:
         store.set(_REASON, f"{error.exit_code} {error}")
-        raise SystemExit(error.exit_code) from None
-    # Not after an error: the others may be gone, or wait for this one to be.
+        _end(error.exit_code)
+    except DrafterError as error:
+        print(f"drafter: {error}", file=sys.stderr)
+        _end(error.exit_code)
     store.set(_LEAVES.format(rank), "")
     # Who closes its connections early may cut off what another is still reading.
     store.wait([_LEAVES.format(other) for other in range(size)], _PATIENCE)
-    dist.destroy_process_group()
+    _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    """At once: taken apart by Python, a group with threads at work may abort the process, and to
+    destroy it waits for processes that may be gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def launch(job: Job, size: int) -> None:
