@@ -113,7 +113,7 @@ def fingerprint(target: Path, tokenizer: Any) -> Fingerprint:
 
 def refuse_change(prepared: Prepared, now: Fingerprint) -> None:
     """RecipeError naming what changed since the stored responses were generated. Rows of sessions
-    that did not note their tokenizer are left to drafter.sessions, which knows its files' hash."""
+    that did not note their tokenizer are left to sessions.py, which knows its files' hash."""
     if not prepared.responses.exists() or prepared.responses.stat().st_size == 0:
         return
     before: Fingerprint | None = None

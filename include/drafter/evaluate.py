@@ -23,31 +23,24 @@ from typing import Any
 
 import torch
 
-from drafter import (
-    batch_gates,
-    checkpoint,
-    corpus,
-    greedy,
-    held_out,
-    ngram,
-    plan,
-    starting_point,
-    template,
-)
+from drafter import plan, template
 from drafter.backends import Backend, OpenBackend, opener
-from drafter.corpus import TOO_LONG
 from drafter.errors import DataError
+from drafter.evaluation import greedy, held_out, ngram
+from drafter.evaluation.replay import Tally, replay
+from drafter.extraction import batch_gates
+from drafter.extraction.shard_plan import Sample
+from drafter.extraction.shards import DTYPES, Row
 from drafter.files import clear_partial, read_json, write_json
 from drafter.job import Job
 from drafter.layout import DrafterRun
-from drafter.model import Drafter, new_drafter
 from drafter.recipe import Recipe
-from drafter.replay import Tally, replay
 from drafter.rows import Family
 from drafter.sections import Extract
-from drafter.shard_plan import Sample
-from drafter.shards import DTYPES, Row
 from drafter.target_head import TargetHead, text_config
+from drafter.training import checkpoint, corpus, starting_point
+from drafter.training.corpus import TOO_LONG
+from drafter.training.model import Drafter, new_drafter
 
 
 def run(job: Job) -> None:

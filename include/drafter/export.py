@@ -19,9 +19,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from drafter import checkpoint, corpus, layer_ids, model_card, plan, replay, serving, vocabulary
-from drafter.alignment import align
+from drafter import model_card, plan, serving
 from drafter.errors import DrafterError
+from drafter.evaluation import replay
+from drafter.extraction import layer_ids
+from drafter.extraction.shards import DTYPES, Row
 from drafter.files import (
     file_record,
     read_json,
@@ -31,10 +33,11 @@ from drafter.files import (
     write_section,
 )
 from drafter.job import Job
-from drafter.model import Drafter, Shape
 from drafter.recipe import Recipe
-from drafter.shards import DTYPES, Row
 from drafter.target_head import text_config
+from drafter.training import checkpoint, corpus, vocabulary
+from drafter.training.alignment import align
+from drafter.training.model import Drafter, Shape
 
 _NORMS = dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False)
 """Said, since readers differ in what they take for granted."""

@@ -20,16 +20,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafter import gates, plan, states
+from drafter import plan
 from drafter.backends import OpenBackend, opener
 from drafter.errors import DataError
+from drafter.extraction import gates, states
+from drafter.extraction.forecast import hours_for
+from drafter.extraction.shard_maker import ShardMaker, Task
+from drafter.extraction.shard_plan import (
+    Footprint,
+    RowIndex,
+    check_room,
+    gib,
+    index_rows,
+    plan_shards,
+)
+from drafter.extraction.shards import ShardHeader, read_header, write_shard
 from drafter.files import file_record, read_section, write_section
-from drafter.forecast import hours_for
 from drafter.job import Job
 from drafter.layout import HiddenStates
-from drafter.shard_maker import ShardMaker, Task
-from drafter.shard_plan import Footprint, RowIndex, check_room, gib, index_rows, plan_shards
-from drafter.shards import ShardHeader, read_header, write_shard
+from drafter.training import start_config
 
 TOO_LONG = "longer than max_length"
 _REPORT_SECONDS = 1.0
@@ -112,12 +121,14 @@ def _work(job: Job) -> _Work:
     inputs = plan.inputs("extract", job.dataset, job.workspace, recipe)
     if not prepared.tokenized.exists() or file_record(prepared.tokenized) != inputs["tokenized"]:
         raise DataError(f"{prepared.tokenized} is not as validate left it: run validate again")
+    task = states.task(recipe, inputs, inputs["tokenized"]["sha256"])
+    start_config.check_for(recipe, task.aux_layers)
     return _Work(
         inputs=inputs,
         identity=states.identity(recipe),
         hidden=job.workspace.hidden_states(job.dataset),
         tokenized=prepared.tokenized,
-        task=states.task(recipe, inputs, inputs["tokenized"]["sha256"]),
+        task=task,
     )
 
 

@@ -12,16 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drafter import adoption, approval, template
+from drafter import template
 from drafter.errors import DataError, RecipeError
 from drafter.files import count_lines, read_section
+from drafter.generation import adoption, approval
+from drafter.generation.sessions import refuse_other_identity
 from drafter.identity import generation_identity
 from drafter.jsonl import damage, rows
 from drafter.layout import Prepared, Workspace
 from drafter.plan import MISSING_BYTES, Plan, decide, run_name
 from drafter.recipe import Recipe
 from drafter.rows import Family, key_fault
-from drafter.sessions import refuse_other_identity
 
 
 def foresee(
@@ -56,7 +57,7 @@ def foresee_extraction(plans: list[Plan], workspace: Workspace, recipe: Recipe) 
     Such a refusal is of all datasets, and says in its counts how many bytes are missing; any other
     is of its own dataset alone.
     """
-    from drafter import forecast
+    from drafter.extraction import forecast
 
     wanted, foreseen = {}, []
     for plan in plans:
@@ -141,7 +142,7 @@ def _adopt(plan: Plan, prepared: Prepared, recipe: Recipe, limit: int | None) ->
 
 def _spool(workspace: Workspace, recipe: Recipe) -> str:
     """What it will take. Raises RecipeError when the disk lacks room."""
-    from drafter import corpus, spool_plan, spool_store
+    from drafter.training import corpus, spool_plan, spool_store
 
     planned = spool_plan.plan_spool(corpus.tokenized(workspace, recipe), recipe)
     run = workspace.spool(run_name(workspace, recipe))

@@ -4,7 +4,7 @@ Prompts go out in prompt order, only those without a stored answer, so holes tha
 come first; those that failed, but not for good, go out once more at the end. Every answer is
 appended to ``raw_responses.jsonl`` the moment it arrives; killing the job at any moment loses what
 was in flight and nothing else. What becomes of each kind of answer is the table in
-drafter.engines.outcomes; when to stop sending, drafter.budget; when to stop all, drafter.canary.
+drafter.engines.outcomes; when to stop sending, budget.py; when to stop all, canary.py.
 Where the recipe asks for a pilot, a job generates that and leaves no section in the manifest, and
 no other job does anything until a person has approved it.
 """
@@ -19,26 +19,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drafter import adoption, approval, behaviour, plan, progress, rewrite, template
+from drafter import behaviour, plan, rewrite, template
 from drafter.behaviour import Fingerprint
-from drafter.budget import Budget
-from drafter.canary import Canary, archive_tail
 from drafter.engines.client import connected
 from drafter.engines.connection import check_engine
 from drafter.engines.outcomes import MAX_RUNS, Kind
 from drafter.errors import Busy, DataError
 from drafter.files import count_lines, drop_sections, file_record, write_section
-from drafter.identity import target_identity
-from drafter.job import Job
-from drafter.responses import Responses, Tainted, count_failures
-from drafter.rows import Family
-from drafter.sessions import (
+from drafter.generation import adoption, approval, progress
+from drafter.generation.budget import Budget
+from drafter.generation.canary import Canary, archive_tail
+from drafter.generation.responses import Responses, Tainted, count_failures
+from drafter.generation.sessions import (
     Sessions,
     archive_previous,
     refuse_other_identity,
     refuse_other_prompts,
 )
-from drafter.workers import Workers
+from drafter.generation.workers import Workers
+from drafter.identity import target_identity
+from drafter.job import Job
+from drafter.rows import Family
 
 
 def run(job: Job) -> None:
@@ -54,7 +55,7 @@ def generate(job: Job, family: Family, tokenizer: Fingerprint | None = None) -> 
     Raises RecipeError when stored responses were made with something else, DataError when the
     prompts are not those of prepare, the pilot is not approved or the canary alarms, Busy when the
     budget is not met and prompts are left that may still be answered, and what
-    :class:`drafter.workers.Workers` raises."""
+    :class:`drafter.generation.workers.Workers` raises."""
     prepared = job.workspace.prepared(job.dataset)
     rewrite.finish(prepared)
     inputs = plan.inputs("generate", job.dataset, job.workspace, job.recipe)
@@ -97,7 +98,7 @@ def _refuse_unapproved(job: Job, identity: dict[str, Any]) -> None:
 
 
 def _adopt(job: Job, family: Family, identity: dict[str, Any], made_by: Mapping[str, Any]) -> None:
-    """Take over responses that an older run left, once: drafter.adoption."""
+    """Take over responses that an older run left, once: drafter.generation.adoption."""
     prepared = job.workspace.prepared(job.dataset)
     if not adoption.has_unknown_responses(prepared):
         return

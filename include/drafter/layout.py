@@ -16,10 +16,10 @@
         sessions.jsonl             one line per job start, then (offset, time) marks
         rejected.jsonl             sample_id, reason: rows that validate did not accept
         tokenized_data.jsonl       sample_id, input_ids (prompt then output), prompt_tokens
-        rows.parquet               what validate found, a line per stored row; see drafter.findings
+        rows.parquet               what validate found, a line per stored row; see findings.py
         summary.csv                counts and histograms over them: dataset, figure, label, value
         report.html                the same for people, with a sample decoded for reading
-        manifest.json              sections prepare, pilot (see drafter.approval), generate,
+        manifest.json              sections prepare, pilot (see approval.py), generate,
                                    validate
         *.torn                     last lines that a kill tore, set aside before the next append
         *.damaged                  lines that `drafter repair` set aside
@@ -38,7 +38,7 @@
                                    spools (section spool)
                                    export/{sglang,vllm}/  manifest.json (sections train, export)
       spool/<run>/                 shard-000000.safetensors ...  position.json
-                                   producer.end.json  trainer.end.json: see drafter.spool_store;
+                                   producer.end.json  trainer.end.json: see spool_store.py;
                                    gone when the run is trained
       spool/.<run>.producer        flocks of the two sides, which stay: a network file system keeps
       spool/.<run>.trainer         a directory that holds a file somebody has open

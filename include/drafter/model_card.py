@@ -6,11 +6,12 @@ import json
 import shlex
 from typing import Any
 
-from drafter import checkpoint, jsonl
+from drafter import jsonl
 from drafter.files import file_record, read_section
 from drafter.job import Job
 from drafter.layout import DrafterRun, Workspace
 from drafter.recipe import Recipe
+from drafter.training import checkpoint
 
 NAMES = {
     "trained": "this drafter",

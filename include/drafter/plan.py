@@ -9,12 +9,15 @@ standard library only.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from drafter import approval, imported, source_files, start_files
+from drafter import source_files
 from drafter.errors import DataError, RecipeError
+from drafter.extraction import imported
 from drafter.files import count_lines, digest, file_record, read_json, read_section
+from drafter.generation import approval
 from drafter.identity import (
     config_files,
     generation_identity,
@@ -23,6 +26,7 @@ from drafter.identity import (
 )
 from drafter.layout import ALL, Prepared, Workspace
 from drafter.recipe import Recipe
+from drafter.training import start_files
 
 PER_DATASET = ("generate", "validate", "extract", "evaluate")
 OVER_ALL = ("prepare", "spool", "train", "export", "served")
@@ -236,7 +240,7 @@ def joined(phase: str, workspace: Workspace, recipe: Recipe) -> dict[str, Any]:
         if decide(phase, name, workspace, recipe).action != "done"
     ]
     left = {name: read_phase(phase, name, workspace, recipe) for name in recipe.dataset_names}
-    keep = _states if phase == "extract" else _files
+    keep = _states if phase == "extract" else itemgetter("files")
     kept = {name: section and keep(section) for name, section in left.items()}
     return {"missing": missing, "digest": digest(kept)}
 
@@ -351,10 +355,6 @@ def _to_be_made(workspace: Workspace, recipe: Recipe) -> dict[str, Any]:
         files = _finished(prepared.manifest, "validate")["files"]
         tokenized[name] = files[prepared.tokenized.name]
     return {"tokenized": tokenized, "extract": rules, "target": target_identity(recipe)}
-
-
-def _files(section: dict[str, Any]) -> Any:
-    return section["files"]
 
 
 def _states(section: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ taken. Every row is accounted for: source_rows = prompts + sum(dropped).
 Memory holds 40 bytes per row; prompts wait in their source or in temporary files.
 
 Prompts that are there already, without a manifest, are somebody else's. Mode "adopt" keeps them
-when they and their responses pass drafter.adoption; "restart" keeps them too, since the responses
+when they and their responses pass adoption.py; "restart" keeps them too, since the responses
 move away; otherwise a dataset with responses is left alone and prompts without are archived.
 """
 
@@ -25,15 +25,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from drafter import adoption, files, parallel, plan, prompts, rewrite, sessions, template
-from drafter.candidates import gather
+from drafter import files, plan, rewrite, template
 from drafter.errors import DataError, RecipeError
+from drafter.generation import adoption, sessions
 from drafter.identity import target_identity
 from drafter.job import Job
 from drafter.layout import ALL, Prepared
-from drafter.row_store import RowStore
-from drafter.selection import select
-from drafter.tally import Tally
+from drafter.preparation import parallel, prompts
+from drafter.preparation.candidates import gather
+from drafter.preparation.row_store import RowStore
+from drafter.preparation.selection import select
+from drafter.preparation.tally import Tally
 
 _REPORT_S = 1.0
 

@@ -1,7 +1,7 @@
 """What a valid response row is: fields, types, values, counts. Pure functions on token ids.
 
 The one place where this is decided: the engine client, the canary of generate and validate all ask
-here, and drafter.structure for what the ids say. Text never enters, so nothing depends on decoding.
+here, and structure.py for what the ids say. Text never enters, so nothing depends on decoding.
 """
 
 from __future__ import annotations

@@ -28,12 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafter import greedy, held_out, plan, replay, template
+from drafter import plan, template
 from drafter.errors import DataError, DrafterError
+from drafter.evaluation import greedy, held_out, replay
+from drafter.evaluation.measurement import Asked, Measured, measure
 from drafter.files import clear_partial, read_json, write_json
 from drafter.job import Job
 from drafter.layout import DrafterRun, Workspace
-from drafter.measurement import Asked, Measured, measure
 from drafter.recipe import Recipe
 from drafter.rows import Family
 

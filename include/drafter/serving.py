@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafter import layer_ids, vocabulary
 from drafter.errors import DataError
+from drafter.extraction import layer_ids
 from drafter.files import read_json
+from drafter.training import vocabulary
 
 LAYER = {"sglang": "midlayer.", "vllm": "layers.0."}
 """What each engine calls the drafter's only layer."""

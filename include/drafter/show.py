@@ -15,8 +15,8 @@ from drafter import template
 from drafter.rows import Family, check_row
 from drafter.samples import Sample
 from drafter.sections import Target
-from drafter.structure import verdict
 from drafter.terminal import Paint, Style, elide, inert, mark, one_line, unmark
+from drafter.validation.structure import verdict
 
 ELIDED_AT = 2000
 """Characters of one text; the middle of a longer one goes."""

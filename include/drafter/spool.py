@@ -7,7 +7,7 @@ keeps whole shards and makes the others again, the same bytes. Of all states it 
 ``drafter/<run>/witness.safetensors``, a few short rows by which evaluate and export see whether the
 target's head is still the one of these states.
 
-Manifest section ``spool`` of the run: identity (drafter.states), counts {shards, tokens, rows,
+Manifest section ``spool`` of the run: identity (states.py), counts {shards, tokens, rows,
 left_out: {reason: n}}, files: the witness.
 """
 
@@ -19,17 +19,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from drafter import checkpoint, corpus, plan, spool_plan, spool_store, states
+from drafter import plan
 from drafter.backends import OpenBackend, opener
-from drafter.entries import Tokenized
+from drafter.extraction import states
+from drafter.extraction.shard_maker import ShardMaker, Task
+from drafter.extraction.shard_plan import Sample, gib
+from drafter.extraction.shards import write_shard
 from drafter.files import clear_partial, file_record, write_section
 from drafter.job import Job
 from drafter.layout import ALL, DrafterRun
-from drafter.shard_maker import ShardMaker, Task
-from drafter.shard_plan import Sample, gib
-from drafter.shards import write_shard
-from drafter.spool_plan import SpoolPlan
-from drafter.spool_store import SpoolStore
+from drafter.training import checkpoint, corpus, spool_plan, spool_store
+from drafter.training.entries import Tokenized
+from drafter.training.spool_plan import SpoolPlan
+from drafter.training.spool_store import SpoolStore
 
 _REPORT_SECONDS = 1.0
 

@@ -42,7 +42,7 @@ class TargetHead:
     """Where the ``final`` rows stand that it is given: before the last norm, or after it."""
 
     def reading(self, norm: str) -> TargetHead:
-        """The same head for rows stored "before" or "after" the last norm (drafter.shards)."""
+        """The same head for rows stored "before" or "after" the last norm (shards.py)."""
         return replace(self, norm=norm)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetHead:

@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 
-from drafter import (
+from drafter import plan
+from drafter.errors import DataError, RecipeError
+from drafter.files import file_record, write_section
+from drafter.job import Job
+from drafter.layout import DrafterRun
+from drafter.recipe import Recipe
+from drafter.target_head import TargetHead, text_config
+from drafter.training import (
     batch_source,
     checkpoint,
     corpus,
@@ -26,22 +33,15 @@ from drafter import (
     distributed,
     held_out_rows,
     metrics,
-    plan,
     starting_point,
     vocabulary,
 )
-from drafter.corpus import Corpus
-from drafter.distributed import Group
-from drafter.entries import Entry
-from drafter.errors import DataError, RecipeError
-from drafter.files import file_record, write_section
-from drafter.job import Job
-from drafter.layout import DrafterRun
-from drafter.metrics import Progress
-from drafter.model import Drafter, new_drafter, shape_for
-from drafter.recipe import Recipe
-from drafter.target_head import TargetHead, text_config
-from drafter.trainer import Trainer
+from drafter.training.corpus import Corpus
+from drafter.training.distributed import Group
+from drafter.training.entries import Entry
+from drafter.training.metrics import Progress
+from drafter.training.model import Drafter, new_drafter, shape_for
+from drafter.training.trainer import Trainer
 
 
 def run(job: Job) -> None:

@@ -4,7 +4,7 @@ Reads ``raw_responses.jsonl`` against ``prompt_ids.jsonl`` and writes, whole, wh
 (``tokenized_data.jsonl``: prompt ids followed by output ids, never decoded) and what may not
 (``rejected.jsonl``, with a reason). Accepted + rejected = stored, or the phase fails. The same
 inputs give the same bytes, and while inputs, rules and what was written are unchanged nothing is
-done at all. What a row is, decides drafter.gate; the report hears of each row as it is read.
+done at all. What a row is, decides gate.py; the report hears of each row as it is read.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from typing import Any
 
 import orjson
 
-from drafter import behaviour, jsonl, plan, rewrite, template, toolcalls
-from drafter.declared import Tools
+from drafter import behaviour, jsonl, plan, rewrite, template
 from drafter.errors import DataError, DrafterError
-from drafter.facts import Collector, Facts, Outcome
 from drafter.files import (
     count_lines,
     drop_sections,
@@ -33,16 +31,19 @@ from drafter.files import (
     whole_file,
     write_section,
 )
-from drafter.gate import Gate
+from drafter.generation.sessions import refuse_other_identity, refuse_other_prompts
 from drafter.identity import target_identity
 from drafter.job import Job
 from drafter.kinds import Kind, exceeds, reason_class
 from drafter.layout import Prepared
 from drafter.rows import Family
 from drafter.sections import Validate
-from drafter.sessions import refuse_other_identity, refuse_other_prompts
-from drafter.tokenized import Prompts
-from drafter.toolcalls import Judge
+from drafter.validation import toolcalls
+from drafter.validation.declared import Tools
+from drafter.validation.facts import Collector, Facts, Outcome
+from drafter.validation.gate import Gate
+from drafter.validation.tokenized import Prompts
+from drafter.validation.toolcalls import Judge
 
 REPORT_S = 1.0
 

@@ -2,7 +2,7 @@
 
 It asks the host what there is to approve; mostly nothing, and it succeeds at once. Otherwise it
 shows the pilot's figures and samples and waits in Airflow's state ``awaiting_input``: no slot, no
-process, no connection, for days if need be. The answer is kept on the host (drafter.approval), so a
+process, no connection, for days if need be. The answer is kept on the host (approval.py), so a
 later run, a retry or a clear does not ask again, and no other way leads past it: there the job that
 generates the rest looks for it too.
 """

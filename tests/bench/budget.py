@@ -28,10 +28,10 @@ from typing import Any
 
 from bench.measure import Result
 
-from drafter.budget import Budget
+from drafter.generation.budget import Budget
+from drafter.generation.responses import Responses
 from drafter.jsonl import Appender
 from drafter.layout import Prepared
-from drafter.responses import Responses
 
 CAP = 32_768
 IN_FLIGHT = 150

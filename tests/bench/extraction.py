@@ -27,10 +27,10 @@ from unit.random_targets import validated_job
 
 from drafter.backends.transformers import TransformersBackend
 from drafter.extract import extract
+from drafter.extraction.shard_plan import plan_batches
+from drafter.extraction.shards import Features, Shard, ShardHeader, write_shard
 from drafter.files import whole_file
 from drafter.job import Job, load_job
-from drafter.shard_plan import plan_batches
-from drafter.shards import Features, Shard, ShardHeader, write_shard
 
 PAIRS = 5
 HIDDEN = 1024

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from drafter.model import Drafter, Shape
+from drafter.extraction.shards import Row
 from drafter.sections import Train
-from drafter.shards import Row
 from drafter.target_head import TargetHead
-from drafter.trainer import Trainer
+from drafter.training.model import Drafter, Shape
+from drafter.training.trainer import Trainer
 
 KIMI_VOCAB = 163_840
 RUNS = [(32_000, 4), (32_000, 7), (KIMI_VOCAB, 4), (KIMI_VOCAB, 7)]

@@ -25,11 +25,11 @@ from bench.measure import Result
 from engines.peer import Peer, speculators, write_export, write_rows
 from safetensors.torch import save_file
 
-from drafter.model import Drafter, new_drafter, shape_for
+from drafter.extraction.shards import Row
 from drafter.sections import Train
-from drafter.shards import Row
 from drafter.target_head import TargetHead
-from drafter.trainer import Trainer
+from drafter.training.model import Drafter, new_drafter, shape_for
+from drafter.training.trainer import Trainer
 
 THREADS = 2
 PAIRS = 5

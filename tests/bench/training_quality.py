@@ -22,15 +22,16 @@ from engines.peer import Peer, speculators, write_export, write_rows
 
 from demo.make_prompts import PROMPTS
 from demo.make_target import TARGET
-from drafter import corpus, starting_point, template, vocabulary
+from drafter import template
 from drafter.backends.transformers import TransformersBackend
-from drafter.model import Drafter, new_drafter, shape_for
-from drafter.replay import replay
+from drafter.evaluation.replay import replay
+from drafter.extraction.shards import Row
 from drafter.sections import Train
-from drafter.shards import Row
 from drafter.sources import magicoder, mixturethoughts, opencodeinstruct, openthoughts, ultrachat
 from drafter.target_head import TargetHead, load_head, text_config
-from drafter.trainer import Trainer, learning_rate
+from drafter.training import corpus, starting_point, vocabulary
+from drafter.training.model import Drafter, new_drafter, shape_for
+from drafter.training.trainer import Trainer, learning_rate
 
 THREADS = 2
 SEEDS = 3

@@ -27,15 +27,16 @@ from bench.measure import Result
 from families import KIMI
 from unit.fake_engine import DATASET, Site
 
-from drafter import template, toolcalls
-from drafter.facts import Nobody
+from drafter import template
 from drafter.files import file_record, write_json
 from drafter.identity import generation_identity, target_identity
 from drafter.jsonl import Appender, scan
 from drafter.rows import Family, Marked, read_row
-from drafter.structure import look, remarks
-from drafter.toolcalls import Judge
 from drafter.validate import validate
+from drafter.validation import toolcalls
+from drafter.validation.facts import Nobody
+from drafter.validation.structure import look, remarks
+from drafter.validation.toolcalls import Judge
 
 ROWS, TOKENS = 10_000, 10_000_000
 PROMPT_TOKENS = 250

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from drafter.export import vllm_config, write_weights
+from drafter.extraction.shards import Row, Shard, ShardHeader, write_shard
 from drafter.files import write_json
-from drafter.model import Drafter
 from drafter.recipe import parse_recipe
-from drafter.shards import Row, Shard, ShardHeader, write_shard
+from drafter.training.model import Drafter
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".demo" / "engines" / "speculators" / "bin" / "python"

@@ -33,12 +33,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from unit.random_targets import AUX_LAYERS, VOCAB, one_thread, save_target
 
-from drafter import starting_point
-from drafter.alignment import Batch, align
-from drafter.loss import Judge, soft_cross_entropy
-from drafter.model import Drafter, new_drafter, shape_for
-from drafter.shards import Row
+from drafter.extraction.shards import Row
 from drafter.target_head import TargetHead, load_head, text_config
+from drafter.training import starting_point
+from drafter.training.alignment import Batch, align
+from drafter.training.loss import Judge, soft_cross_entropy
+from drafter.training.model import Drafter, new_drafter, shape_for
 
 DECAY, DRAFT_VOCAB = 0.8, 40
 SHAPES = {

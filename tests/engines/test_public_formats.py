@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from unit.random_targets import greedy_rows, one_thread, save_target
 from unit.states_site import StatesSite, mask, save_specforge, specforge_row, speculators_states
 
-from drafter.alignment import align
-from drafter.shards import Row
+from drafter.extraction.shards import Row
 from drafter.target_head import load_head
+from drafter.training.alignment import align
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}

@@ -16,13 +16,14 @@ from engines.real_site import HALTED, IN_FLIGHT, LARGE, REAL, TARGET, RealSite
 from unit.host import until
 from unit.random_targets import one_thread
 
-from drafter import greedy, jobs, template
+from drafter import jobs, template
 from drafter.engines.client import Client
+from drafter.evaluation import greedy
 from drafter.files import read_section
 from drafter.job import load_job
 from drafter.rows import Family
 from drafter.sources.prompt import Prompt
-from drafter.structure import verdict
+from drafter.validation.structure import verdict
 
 MIN_ROWS = 200
 MAX_MARGIN = 1e-4

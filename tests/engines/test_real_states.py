@@ -26,11 +26,11 @@ from drafter.backends.sglang import spelled_layers
 from drafter.backends.transformers import TransformersBackend
 from drafter.errors import RecipeError
 from drafter.extract import extract
+from drafter.extraction.shards import Features, read_rows
 from drafter.files import read_section
 from drafter.layout import HiddenStates
 from drafter.plan import decide
 from drafter.sections import Extract
-from drafter.shards import Features, read_rows
 
 NUM_LAYERS = 4
 AUX_LAYERS = (3, 1, 2)

@@ -20,10 +20,12 @@ from engines.real_site import TARGET
 from engines.trained_site import TrainedSite
 from unit.random_targets import one_thread
 
-from drafter import checkpoint, corpus, greedy, replay, serving, template
+from drafter import serving, template
 from drafter.errors import RecipeError
+from drafter.evaluation import greedy, replay
 from drafter.files import read_json
 from drafter.target_head import text_config
+from drafter.training import checkpoint, corpus
 
 MARGIN = 0.5
 """Tokens per verification that the target's states must be good for."""

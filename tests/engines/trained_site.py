@@ -25,7 +25,8 @@ from engines.real_site import PROMPTS, READY_S, TARGET, command
 from unit.random_targets import one_thread, write_tokenized
 
 from demo.stack import ROOT, free_ports
-from drafter import evaluate, export, extract, held_out, jsonl, plan, prepare, served, train
+from drafter import evaluate, export, extract, jsonl, plan, prepare, served, train
+from drafter.evaluation import held_out
 from drafter.files import read_json
 from drafter.job import Job
 from drafter.layout import ALL, DrafterRun, Workspace

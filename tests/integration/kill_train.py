@@ -28,8 +28,8 @@ from typing import Any
 import orjson
 from unit.drafter_site import DrafterSite
 
-from drafter import checkpoint
 from drafter.layout import DrafterRun
+from drafter.training import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {

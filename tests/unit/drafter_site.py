@@ -18,14 +18,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafter.corpus import is_held_out
+from drafter.extraction.shards import Features, Row, Shard, ShardHeader, write_shard
 from drafter.files import file_record, write_json, write_section
 from drafter.job import Job
 from drafter.layout import DrafterRun, JobDir, Workspace
 from drafter.plan import run_name
 from drafter.recipe import Recipe, parse_recipe
 from drafter.rows import Family
-from drafter.shards import Features, Row, Shard, ShardHeader, write_shard
+from drafter.training.corpus import is_held_out
 
 VOCAB, HIDDEN, AUX_LAYERS = 101, 32, (1, 2, 3)
 STOP = 0

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import orjson
 from families import KIMI, TinyTarget
 
-from drafter import jsonl, template, toolcalls
-from drafter.declared import Tools
-from drafter.gate import Gate, Judged
+from drafter import jsonl, template
 from drafter.rows import Family
 from drafter.sections import Validate
-from drafter.tokenized import Prompts
-from drafter.toolcalls import Judge
+from drafter.validation import toolcalls
+from drafter.validation.declared import Tools
+from drafter.validation.gate import Gate, Judged
+from drafter.validation.tokenized import Prompts
+from drafter.validation.toolcalls import Judge
 
 Row = dict[str, Any]
 NAMES = ("a", "b", "c")

@@ -9,14 +9,15 @@ import pytest
 from unit.test_show import TOKENIZER, answer, prepared, put
 
 from demo.make_target import TARGET
-from drafter import findings, template
-from drafter.facts import Facts, Outcome
+from drafter import template
 from drafter.files import write_json
-from drafter.findings import Findings
 from drafter.job import Job
 from drafter.layout import Prepared, Workspace
 from drafter.recipe import Recipe, parse_recipe
 from drafter.report import Report
+from drafter.validation import findings
+from drafter.validation.facts import Facts, Outcome
+from drafter.validation.findings import Findings
 
 __all__ = ["answer", "prepared", "put"]
 FAMILY = template.family(TARGET, TOKENIZER)

@@ -15,9 +15,9 @@ from torch import Tensor
 from unit.random_targets import AUX_LAYERS, validated_job
 
 from drafter import cli, extract
+from drafter.extraction.shards import Row, read_rows
 from drafter.files import digest, read_section, write_json
 from drafter.layout import HiddenStates
-from drafter.shards import Row, read_rows
 
 Files = dict[str, dict[str, Tensor]]
 

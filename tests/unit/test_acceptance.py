@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from drafter.acceptance import Counts, Sample, between, read, samples, sglang_says
 from drafter.errors import Busy, RecipeError
+from drafter.evaluation.acceptance import Counts, Sample, between, read, samples, sglang_says
 
 METRICS = Path(__file__).parent / "metrics"
 BEFORE, AFTER = (

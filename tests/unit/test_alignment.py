@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from drafter.alignment import Span, align, num_starts
-from drafter.shards import Row
+from drafter.extraction.shards import Row
+from drafter.training.alignment import Span, align, num_starts
 
 HOW, FAR, WHAT, TWO, MILES, END = range(6)
 

@@ -24,6 +24,12 @@ PHASES = {
 }  # fmt: skip
 
 
+_PARTS = ["preparation", "validation", "generation", "extraction", "training", "evaluation"]
+"""Validation before generation: what a sound answer is, the canary asks of it."""
+
+LATER = {package: set(_PARTS[i + 1 :]) for i, package in enumerate(_PARTS)}
+
+
 def imported(path: Path) -> set[str]:
     """Full names of everything that a file imports, at any level."""
     names: set[str] = set()
@@ -61,6 +67,12 @@ def test_the_airflow_side_imports_only_light_modules(path: Path) -> None:
 @pytest.mark.parametrize("phase", sorted(PHASES))
 def test_phases_meet_on_disk_and_never_import_each_other(phase: str) -> None:
     assert not drafter_modules(DRAFTER / f"{phase}.py") & (PHASES - {phase})
+
+
+@pytest.mark.parametrize("package", LATER)
+def test_a_phase_uses_the_parts_of_earlier_phases_only(package: str) -> None:
+    used = set().union(*map(drafter_modules, (DRAFTER / package).rglob("*.py")))
+    assert not used & (LATER[package] | PHASES)
 
 
 @pytest.mark.parametrize("module", sorted(STANDARD_LIBRARY_ONLY))

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from unit.drafter_site import HIDDEN, VOCAB, DrafterSite
 from unit.foreign_drafters import PLAIN, tensors, write
 
-from drafter import checkpoint, train
+from drafter import train
 from drafter.errors import DataError, DrafterError, RecipeError
 from drafter.files import read_section, write_json
 from drafter.layout import DrafterRun
+from drafter.training import checkpoint
 
 OPTIONS = {"steps": 20, "checkpoint_every_steps": 10, "no_states_baseline": False}
 OPTIMIZER = "optimizer.safetensors"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from drafter import batch_gates
 from drafter.errors import DataError
-from drafter.shard_plan import Sample
-from drafter.shards import Features, Row
+from drafter.extraction import batch_gates
+from drafter.extraction.shard_plan import Sample
+from drafter.extraction.shards import Features, Row
 
 AUX_LAYERS = (1, 3, 4)
 

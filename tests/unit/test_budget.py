@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from bench.budget import BUDGET, CAP, NoCanary, bias, mean_length, simulate, three_kills
 
-from drafter.budget import Budget, killed_in_flight
+from drafter.generation.budget import Budget, killed_in_flight
+from drafter.generation.responses import Responses
 from drafter.jsonl import Appender
 from drafter.layout import Prepared
-from drafter.responses import Responses
 
 
 def test_overshoot_is_small_and_short_answers_are_not_favoured() -> None:

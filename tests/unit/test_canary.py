@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from unit.fake_engine import BLANK, CLOSE, FAMILY, STOP, TEXT, TOOL, TOOL_END, VOCAB, Site
 
-from drafter.canary import LONG_WINDOWS, Alarm, Canary, archive_tail
+from drafter.generation.canary import LONG_WINDOWS, Alarm, Canary, archive_tail
 
 Answer = tuple[list[int], str]
 

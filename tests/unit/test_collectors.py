@@ -10,7 +10,7 @@ from unit.test_validate import LENIENT, check, row, say_origin
 
 from drafter import plan, validate
 from drafter.errors import DataError
-from drafter.facts import Facts, Outcome
+from drafter.validation.facts import Facts, Outcome
 
 
 class Listener:

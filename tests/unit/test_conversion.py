@@ -12,10 +12,10 @@ from typing import Any
 import numpy
 import pytest
 
-from drafter import conversion
 from drafter.errors import DataError
 from drafter.files import digest
-from drafter.row_store import RowStore
+from drafter.preparation import conversion
+from drafter.preparation.row_store import RowStore
 from drafter.sections import Dataset
 
 ROWS = [{"id": f"q{n}", "input": f"Question {n}?"} for n in range(20)]

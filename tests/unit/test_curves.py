@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from drafter import curves
+from drafter.training import curves
 
 
 def line(step: int, held_out: bool = False) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from unit.damaged_rows import ACCEPTED, CONTENT, GOOD_CALL, REJECTED
 from unit.kimi_dataset import NAMES, World, line, make_world
 
-from drafter.gate import Judged
 from drafter.kinds import KINDS, reason_class
 from drafter.sections import Validate
+from drafter.validation.gate import Judged
 
 
 @pytest.fixture(scope="module")

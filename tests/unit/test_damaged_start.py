@@ -17,9 +17,9 @@ from unit.foreign_drafters import (
     write,
 )
 
-from drafter import starting_point
 from drafter.errors import DataError, RecipeError
 from drafter.files import write_json
+from drafter.training import starting_point
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,8 +9,8 @@ from typing import Any
 import numpy
 import pytest
 
-from drafter.conversion import KEY
-from drafter.deduplication import deduplicate
+from drafter.preparation.conversion import KEY
+from drafter.preparation.deduplication import deduplicate
 
 NAMES = ["B1", "B2", "B3"]
 

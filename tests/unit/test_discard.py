@@ -15,9 +15,9 @@ from unit.fake_engine import FakeEngine, Site, assert_complete, generated
 from unit.test_repair import files, offsets, workspace
 
 from drafter import cli, jsonl, rewrite
-from drafter.discard import SLACK_S
 from drafter.errors import Busy, DataError, RecipeError
 from drafter.files import locked, read_json
+from drafter.generation.discard import SLACK_S
 from drafter.layout import Workspace
 from drafter.rewrite import true_offsets
 

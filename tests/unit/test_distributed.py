@@ -19,12 +19,13 @@ from unit.drafter_site import DrafterSite
 from unit.random_targets import greedy_rows, one_thread, save_target
 from unit.spool_site import SpoolSite
 
-from drafter import checkpoint, distributed, train
-from drafter.distributed import Group, share_out
+from drafter import train
 from drafter.errors import Busy, DataError, DrafterError, RecipeError
+from drafter.extraction.shards import Row
 from drafter.files import read_json, read_section
 from drafter.processes import look
-from drafter.shards import Row
+from drafter.training import checkpoint, distributed
+from drafter.training.distributed import Group, share_out
 
 INCLUDE = str(Path(train.__file__).parents[1])
 OPTIONS = {"steps": 8, "checkpoint_every_steps": 4, "evaluate_every_steps": 3}

@@ -17,10 +17,10 @@ from unit.fake_engine import (
     sound,
 )
 
-from drafter import workers
 from drafter.engines import balance, client
 from drafter.errors import Busy, RecipeError
 from drafter.files import read_json
+from drafter.generation import workers
 
 
 @pytest.fixture

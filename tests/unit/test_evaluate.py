@@ -11,12 +11,12 @@ import torch
 from unit.drafter_site import FAMILY, STOP, DrafterSite, TableBackend, greedy
 from unit.fake_engine import FakeEngine, Reply, answer
 
-from drafter import greedy as asking
 from drafter import train
 from drafter.errors import Busy, DataError
 from drafter.evaluate import evaluate
+from drafter.evaluation import greedy as asking
+from drafter.extraction.shards import Features
 from drafter.files import read_json
-from drafter.shards import Features
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from unit.drafter_site import AUX_LAYERS, CONFIG, FAMILY, HIDDEN, VOCAB, DrafterSite, TableBackend
 
-from drafter import checkpoint, corpus, export, model_card, serving, starting_point, train
+from drafter import export, model_card, serving, train
 from drafter.errors import DataError, DrafterError, RecipeError
 from drafter.evaluate import evaluate
+from drafter.extraction.shards import Row
 from drafter.files import file_record, read_json, read_section, write_json
 from drafter.sections import Train
-from drafter.shards import Row
+from drafter.training import checkpoint, corpus, starting_point
 
 ENGINES = ("sglang", "vllm")
 

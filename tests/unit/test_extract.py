@@ -25,11 +25,11 @@ from unit.random_targets import (
 
 from drafter.errors import DataError
 from drafter.extract import extract, run
+from drafter.extraction.shards import read_rows, read_shard, shard_paths
 from drafter.files import read_json, read_section
 from drafter.job import Job
 from drafter.layout import HiddenStates
 from drafter.plan import decide
-from drafter.shards import read_rows, read_shard, shard_paths
 from drafter.target_head import load_head
 
 

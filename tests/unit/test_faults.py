@@ -24,11 +24,12 @@ from unit.fake_engine import (
     thoughtful,
 )
 
-from drafter import plan, workers
+from drafter import plan
 from drafter.engines import balance, client
 from drafter.engines.outcomes import MAX_RUNS, RULES
 from drafter.errors import Busy, DataError, RecipeError
 from drafter.files import read_section
+from drafter.generation import workers
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from unit.random_targets import SHAPE, write_tokenized
 
-from drafter import forecast
 from drafter.errors import DataError, RecipeError
+from drafter.extraction import forecast
 from drafter.files import write_json
 from drafter.foresee import foresee_extraction
 from drafter.layout import Workspace

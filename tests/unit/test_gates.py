@@ -10,10 +10,10 @@ import pytest
 import torch
 from unit.random_targets import AUX_LAYERS, greedy_rows, one_thread, save_target
 
-from drafter import gates
 from drafter.backends.transformers import TransformersBackend
 from drafter.errors import DataError
-from drafter.shards import Features, Row
+from drafter.extraction import gates
+from drafter.extraction.shards import Features, Row
 from drafter.target_head import TargetHead, load_head
 
 LATE, EARLY = "position t holds the state of t - 1", r"position t holds the state of t \+ 1"

@@ -27,7 +27,7 @@ from drafter import plan
 from drafter.errors import DataError, RecipeError
 from drafter.files import file_record, read_json, read_section, write_section
 from drafter.generate import open_responses
-from drafter.responses import Tainted
+from drafter.generation.responses import Tainted
 
 
 def test_every_prompt_is_answered_once_and_the_manifest_says_so(tmp_path: Path) -> None:

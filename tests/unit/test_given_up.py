@@ -18,11 +18,11 @@ from unit.fake_engine import (
     sound,
 )
 
-from drafter import workers
 from drafter.engines import balance, client
 from drafter.engines.outcomes import MAX_RUNS
 from drafter.errors import Busy, DataError
 from drafter.files import read_section, write_section
+from drafter.generation import workers
 
 
 @pytest.fixture(autouse=True)

@@ -23,12 +23,13 @@ from unit.states_site import (
     speculators_states,
 )
 
-from drafter import cli, corpus, extract, plan
+from drafter import cli, extract, plan
 from drafter.errors import Busy, DataError, DrafterError, RecipeError
+from drafter.extraction.shards import read_rows
 from drafter.files import locked, write_json, write_section
 from drafter.recipe import parse_recipe
-from drafter.shards import read_rows
 from drafter.target_head import load_head
+from drafter.training import corpus
 
 SYSTEMS = ("specforge", "speculators")
 

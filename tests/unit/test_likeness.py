@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.files import digest
-from drafter.likeness import hashes
+from drafter.preparation.likeness import hashes
 from drafter.sources.prompt import clean
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.text(

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.alignment import Batch, Span, align
-from drafter.attention import attend, plain_block, plain_block_backward
 from drafter.errors import RecipeError
-from drafter.loss import Judge, soft_cross_entropy
-from drafter.model import Drafter, Shape, new_drafter, rotate, shape_for
-from drafter.shards import Row
+from drafter.extraction.shards import Row
 from drafter.target_head import TargetHead
+from drafter.training.alignment import Batch, Span, align
+from drafter.training.attention import attend, plain_block, plain_block_backward
+from drafter.training.loss import Judge, soft_cross_entropy
+from drafter.training.model import Drafter, Shape, new_drafter, rotate, shape_for
 
 H, HEADS, KV, D, V, DRAFT = 32, 4, 2, 16, 50, 20
 STEPS, DECAY = 3, 0.8

@@ -6,8 +6,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from drafter import ngram
-from drafter.replay import Tally
+from drafter.evaluation import ngram
+from drafter.evaluation.replay import Tally
 
 
 def response(ids: list[int], prompt: int) -> ngram.Response:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from drafter import parallel
 from drafter.errors import DataError, DrafterError, RecipeError
+from drafter.preparation import parallel
 
 INCLUDE = Path(__file__).parents[2] / "include"
 

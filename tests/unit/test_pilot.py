@@ -23,11 +23,12 @@ from unit.fake_engine import (
     thoughtful,
 )
 
-from drafter import approval, cli, jobs, plan, workers
-from drafter.approval import Pending
+from drafter import cli, jobs, plan
 from drafter.errors import DataError, RecipeError
 from drafter.files import read_json, read_section, write_json, write_section
 from drafter.generate import generate
+from drafter.generation import approval, workers
+from drafter.generation.approval import Pending
 from drafter.identity import generation_identity
 
 ROWS = 12

@@ -10,12 +10,13 @@ import pytest
 from unit.fake_engine import BLANK, CLOSE, FAMILY, STOP, TEXT, TOOL, TOOL_END
 from unit.test_show import CALL, END, answer, prepared, put
 
-from drafter import approval, cli
+from drafter import cli
 from drafter.errors import Busy, DataError, RecipeError
 from drafter.files import locked, read_json, read_section, write_json, write_section
+from drafter.generation import approval
+from drafter.generation.pilot import chosen, figures, story
 from drafter.identity import generation_identity
 from drafter.layout import Prepared
-from drafter.pilot import chosen, figures, story
 from drafter.recipe import Recipe, parse_recipe
 
 __all__ = ["prepared"]

@@ -17,8 +17,9 @@ from families import KIMI
 from unit.fake_hub import NAME, REVISION, FakeHub
 from unit.test_prepare import Row, Site, ids, questions, read
 
-from drafter import conversion, files, plan, selection
+from drafter import files, plan
 from drafter.errors import DataError, RecipeError
+from drafter.preparation import conversion, selection
 from drafter.sections import Dataset
 from drafter.sources import hub, reading
 

@@ -14,7 +14,7 @@ from unit.test_run import ASKS
 from drafter import cli
 from drafter.errors import Busy
 from drafter.files import read_json
-from drafter.progress import Progress, bar
+from drafter.generation.progress import Progress, bar
 from drafter.terminal import duration
 
 

@@ -27,8 +27,8 @@ from drafter.backends import handover, servers
 from drafter.backends.transformers import TransformersBackend
 from drafter.errors import DataError
 from drafter.extract import run
+from drafter.extraction.shards import read_shard
 from drafter.job import Job
-from drafter.shards import read_shard
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from drafter.backends import reference
 from drafter.backends.reference import PlainForward
 from drafter.backends.transformers import TransformersBackend
 from drafter.extract import extract
+from drafter.extraction.gates import Reference
+from drafter.extraction.shards import Features, read_rows
 from drafter.files import read_json
-from drafter.gates import Reference
-from drafter.shards import Features, read_rows
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 KINDS = ["qwen3", "llama", "llava", "qwen2.5-vl", "deepseek-v3"]

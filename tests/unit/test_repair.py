@@ -11,8 +11,8 @@ import pytest
 from drafter import cli, jsonl
 from drafter.errors import Busy, DataError, RecipeError
 from drafter.files import locked, read_json, write_json
+from drafter.generation.responses import count_failures
 from drafter.layout import Workspace
-from drafter.responses import count_failures
 
 IDENTITY = {"revision": "r1"}
 MESSAGES = [{"role": "user", "content": "x"}]

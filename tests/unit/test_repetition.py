@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.repetition import ROUNDS, SHORTEST, Loop, longest_loop
 from drafter.rows import IdArray
+from drafter.validation.repetition import ROUNDS, SHORTEST, Loop, longest_loop
 
 
 def array(ids: list[int]) -> IdArray:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from unit.drafter_site import EMBED, VOCAB, DrafterSite, TableBackend, greedy, states
 
-from drafter import checkpoint, corpus, export, serving, train
+from drafter import export, serving, train
+from drafter.evaluation.replay import Tally, overall, replay, tally
+from drafter.extraction.shards import Row
 from drafter.files import write_json
-from drafter.replay import Tally, overall, replay, tally
-from drafter.shards import Row
+from drafter.training import checkpoint, corpus
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 8}
 """Of the target: what decides how SGLang counts its layers."""

@@ -15,13 +15,13 @@ import pytest
 from unit.report_site import INCLUDE, SOUND, Site, fact, found, prepared, site
 from unit.test_show import answer, put
 
-from drafter import audit, findings
 from drafter.files import write_section
 from drafter.layout import Prepared
 from drafter.report.figures import figures
 from drafter.report.html import page, tag
 from drafter.report.page import dataset_page
 from drafter.report.tables import lines
+from drafter.validation import audit, findings
 
 __all__ = ["prepared", "site"]
 

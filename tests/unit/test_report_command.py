@@ -13,11 +13,12 @@ import pytest
 from unit.report_site import INCLUDE, SOUND, Site, prepared, site
 from unit.test_show import answer, put
 
-from drafter import cli, findings, validate
+from drafter import cli, validate
 from drafter.errors import DataError, RecipeError
 from drafter.files import file_record, read_section, write_section
 from drafter.identity import generation_identity, target_identity
 from drafter.layout import Prepared
+from drafter.validation import findings
 
 __all__ = ["prepared", "site"]
 
@@ -135,7 +136,7 @@ def test_a_dataset_that_validate_refuses_has_its_report(prepared: Prepared) -> N
 @pytest.mark.parametrize(
     "code",
     [
-        "import drafter.report, drafter.audit, drafter.findings, drafter.validate",
+        "import drafter.report, drafter.validate; from drafter.validation import audit, findings",
         "import drafter.cli; drafter.cli.main(['status', '--workspace', '/none'])",
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter.row_store import RowStore, json_line
+from drafter.preparation.row_store import RowStore, json_line
 
 
 @pytest.fixture

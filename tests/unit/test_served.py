@@ -12,9 +12,10 @@ from unit.drafter_site import FAMILY, STOP, DrafterSite, TableBackend, greedy
 from unit.fake_engine import FakeEngine, FakeVLLM, Reply, answer, vllm_answer
 from unit.random_targets import one_thread
 
-from drafter import cli, export, held_out, measurement, served, train
+from drafter import cli, export, served, train
 from drafter.errors import Busy, DataError, RecipeError
 from drafter.evaluate import evaluate
+from drafter.evaluation import held_out, measurement
 from drafter.files import read_json, write_json
 from drafter.job import Job
 from drafter.plan import run_name

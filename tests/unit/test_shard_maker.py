@@ -14,11 +14,11 @@ from unit.random_targets import greedy_rows, one_thread, save_target, validated_
 from drafter.backends.transformers import TransformersBackend
 from drafter.errors import DataError
 from drafter.extract import extract
+from drafter.extraction.gates import Reference
+from drafter.extraction.shard_maker import ShardMaker, checked_tokens
+from drafter.extraction.shard_plan import Sample
+from drafter.extraction.shards import Features, Shard, read_header, shard_paths
 from drafter.files import read_section
-from drafter.gates import Reference
-from drafter.shard_maker import ShardMaker, checked_tokens
-from drafter.shard_plan import Sample
-from drafter.shards import Features, Shard, read_header, shard_paths
 
 
 def samples(*shapes: tuple[int, int]) -> list[Sample]:

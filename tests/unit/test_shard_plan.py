@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from drafter.errors import RecipeError
-from drafter.shard_plan import Footprint, check_room, plan_batches, plan_shards
-from drafter.states import choose_aux_layers
+from drafter.extraction.shard_plan import Footprint, check_room, plan_batches, plan_shards
+from drafter.extraction.states import choose_aux_layers
 
 
 @pytest.mark.parametrize(

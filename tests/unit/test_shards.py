@@ -13,9 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from drafter.errors import DataError
-from drafter.files import file_record, write_section
-from drafter.layout import HiddenStates
-from drafter.shards import (
+from drafter.extraction.shards import (
     NORMS,
     Shard,
     ShardHeader,
@@ -25,6 +23,8 @@ from drafter.shards import (
     shard_paths,
     write_shard,
 )
+from drafter.files import file_record, write_section
+from drafter.layout import HiddenStates
 
 LENGTHS = [5, 1, 7]
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.kimi_dataset import World, line, make_world
 
-from drafter.spelled import Spelled
 from drafter.template import THINK_CLOSE
+from drafter.validation.spelled import Spelled
 
 BEGUN = [THINK_CLOSE[:k] for k in range(1, len(THINK_CLOSE))]
 

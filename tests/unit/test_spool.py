@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from unit.random_targets import VOCAB, greedy_rows, one_thread, save_target
 from unit.spool_site import DATASETS, SpoolSite, forked
 
-from drafter import batch_source, corpus, export, files, spool, spool_plan, spool_store, train
+from drafter import export, files, spool, train
 from drafter.backends import opener
 from drafter.errors import Busy, DataError, RecipeError
 from drafter.evaluate import evaluate
@@ -27,7 +27,8 @@ from drafter.files import file_record, locked, read_json, read_section, write_se
 from drafter.foresee import foresee
 from drafter.plan import decide
 from drafter.rows import Family
-from drafter.spool_plan import SpoolPlan
+from drafter.training import batch_source, corpus, spool_plan, spool_store
+from drafter.training.spool_plan import SpoolPlan
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from itertools import islice, pairwise
 
 import pytest
 
-from drafter import corpus, spool_plan
 from drafter.errors import RecipeError
+from drafter.extraction.shard_plan import Footprint
 from drafter.sections import Train
-from drafter.shard_plan import Footprint
-from drafter.spool_plan import SpoolPlan, SpoolShard
+from drafter.training import corpus, spool_plan
+from drafter.training.spool_plan import SpoolPlan, SpoolShard
 
 
 def test_the_batches_of_a_spool_are_those_of_stored_states() -> None:

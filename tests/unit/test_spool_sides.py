@@ -15,13 +15,14 @@ import pytest
 from unit.random_targets import greedy_rows, one_thread, save_target
 from unit.spool_site import SpoolSite
 
-from drafter import files, spool, spool_store, train
+from drafter import files, spool, train
 from drafter.errors import Busy, DataError, DrafterError, RecipeError
+from drafter.extraction.shard_maker import ShardMaker
+from drafter.extraction.shards import Shard
 from drafter.files import read_json, write_json
 from drafter.layout import Workspace
 from drafter.plan import decide
-from drafter.shard_maker import ShardMaker
-from drafter.shards import Shard
+from drafter.training import spool_store
 
 
 @dataclass(frozen=True)

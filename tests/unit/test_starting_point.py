@@ -22,11 +22,12 @@ from unit.foreign_drafters import (
     write,
 )
 
-from drafter import export, plan, starting_point, train
+from drafter import export, plan, train
 from drafter.errors import RecipeError
 from drafter.evaluate import evaluate
 from drafter.files import read_json, read_section, write_json
 from drafter.sections import Train
+from drafter.training import starting_point
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,7 +9,7 @@ import pytest
 from unit.fake_engine import BLANK, CLOSE, FAMILY, OPEN, STOP, TEXT, TOOL, TOOL_END
 
 from drafter.rows import Family, Marked, mark
-from drafter.structure import look, reasoning, remarks, verdict
+from drafter.validation.structure import look, reasoning, remarks, verdict
 
 USER = 7
 """A control id that marks up messages."""

@@ -18,7 +18,7 @@ from drafter import template
 from drafter.rows import Family, check_row
 from drafter.sources import CONVERT, reading
 from drafter.sources.prompt import Prompt
-from drafter.structure import verdict
+from drafter.validation.structure import verdict
 
 PROMPTS_PER_SET = 15
 

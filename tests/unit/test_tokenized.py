@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from drafter.errors import DataError
 from drafter.jsonl import Line
-from drafter.tokenized import Prompts, encoded, has_key_twice, output_text, text_of
+from drafter.validation.tokenized import Prompts, encoded, has_key_twice, output_text, text_of
 
 OURS = {
     "sample_id": "B1-0",

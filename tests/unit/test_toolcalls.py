@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 from families import DEEPSEEK, FAMILIES, KIMI, PLAIN, QWEN, TinyTarget, write
 
-from drafter import template, toolcalls
-from drafter.declared import Tools
+from drafter import template
 from drafter.rows import Family, Marked, mark
-from drafter.structure import look
-from drafter.toolcalls import Calls, Judge
+from drafter.validation import toolcalls
+from drafter.validation.declared import Tools
+from drafter.validation.structure import look
+from drafter.validation.toolcalls import Calls, Judge
 
 TOOLS = frozenset({"tide", "wind.now", "a:1"})
 ARGUMENTS = '{"port": "St. Ives", "at": [1, null]}'

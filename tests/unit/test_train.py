@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from unit.drafter_site import DrafterSite
 
-from drafter import checkpoint, corpus, plan, train, trainer
+from drafter import plan, train
 from drafter.errors import DataError, DrafterError, RecipeError
+from drafter.extraction.shards import Row
 from drafter.files import read_json, read_section
-from drafter.shards import Row
+from drafter.training import checkpoint, corpus, trainer
 
 
 @pytest.fixture(autouse=True)

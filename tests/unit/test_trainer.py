@@ -24,15 +24,16 @@ from unit.random_targets import one_thread
 from unit.spool_site import forked
 from unit.test_model import DECAY, ROWS, STEPS, drafter, head
 
-from drafter import checkpoint, corpus, held_out_rows, train, trainer
-from drafter.alignment import align
-from drafter.checkpoint import Best
+from drafter import train
 from drafter.errors import DataError
+from drafter.extraction.shards import Row
 from drafter.files import read_json, read_section
 from drafter.layout import DrafterRun
-from drafter.loss import Judge, soft_cross_entropy
 from drafter.plan import decide
-from drafter.shards import Row
+from drafter.training import checkpoint, corpus, held_out_rows, trainer
+from drafter.training.alignment import align
+from drafter.training.checkpoint import Best
+from drafter.training.loss import Judge, soft_cross_entropy
 
 LOOKS = {"steps": 30, "checkpoint_every_steps": 10, "no_states_baseline": False}
 

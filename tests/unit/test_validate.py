@@ -25,11 +25,11 @@ from unit.fake_engine import (
 
 from drafter import plan, validate
 from drafter.errors import DataError, RecipeError
-from drafter.facts import Collector, Nobody
 from drafter.files import file_record, read_json, read_section, write_section
 from drafter.identity import generation_identity
 from drafter.kinds import KINDS
-from drafter.toolcalls import Judge
+from drafter.validation.facts import Collector, Nobody
+from drafter.validation.toolcalls import Judge
 
 LENIENT: dict[str, Any] = {"max_rejected_share": 1.0, "cap": dict.fromkeys(KINDS, 1.0)}
 JUDGE = Judge(FAMILY, None, str)

@@ -21,12 +21,12 @@ from unit.fake_engine import (
     vllm_answer,
 )
 
-from drafter import workers
 from drafter.engines import client
 from drafter.engines.api import judge
 from drafter.engines.vllm import VLLM
 from drafter.errors import Busy, RecipeError
 from drafter.files import read_json
+from drafter.generation import workers
 
 SAID = [TEXT, CLOSE, TEXT, STOP]
 TOO_LONG = (

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from drafter import vocabulary
 from drafter.errors import DataError
+from drafter.training import vocabulary
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,13 @@ from unit.wrong_backends import (
 )
 from unit.wrong_target import Shifted, ShiftedLate
 
-from drafter import batch_gates, gates
 from drafter.backends.transformers import TransformersBackend
 from drafter.errors import DataError, RecipeError
 from drafter.extract import extract
-from drafter.shard_maker import ShardMaker, Task
-from drafter.shard_plan import Sample
-from drafter.shards import Shard
+from drafter.extraction import batch_gates, gates
+from drafter.extraction.shard_maker import ShardMaker, Task
+from drafter.extraction.shard_plan import Sample
+from drafter.extraction.shards import Shard
 
 NUM_ROWS, RUN = 20, "0" * 64
 FAULTS: list[type[Right]] = [

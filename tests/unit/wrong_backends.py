@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from unit.random_targets import AUX_LAYERS, VOCAB
 
-from drafter import gates
 from drafter.backends.transformers import TransformersBackend
+from drafter.extraction import gates
+from drafter.extraction.shard_plan import Sample
+from drafter.extraction.shards import Features
 from drafter.sections import Extract
-from drafter.shard_plan import Sample
-from drafter.shards import Features
 from drafter.target_head import TargetHead
 
 VICTIM = 6

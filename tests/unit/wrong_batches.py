@@ -10,7 +10,7 @@ import torch
 from unit.random_targets import LAYERS
 from unit.wrong_backends import OneRow, Right
 
-from drafter.shards import Features
+from drafter.extraction.shards import Features
 
 
 def given(right: list[Features], others: Sequence[Features]) -> list[Features]:

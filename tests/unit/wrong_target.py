@@ -9,7 +9,7 @@ import torch
 from unit.random_targets import AUX_LAYERS
 from unit.wrong_backends import OneRow, Right, WithoutReference
 
-from drafter.shards import Features
+from drafter.extraction.shards import Features
 
 
 def rolled(got: Features, by: int) -> Features:

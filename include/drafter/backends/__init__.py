@@ -5,8 +5,8 @@
     sglang          an SGLang server's auxiliary layers; JSON, small models and cross-checks
 
 Layer ids are HF ``hidden_states`` indices everywhere (k is the input of decoder layer k, 0 the
-embeddings); a backend converts them to what its engine counts. None is believed: drafter.gates
-and drafter.batch_gates.
+embeddings); a backend converts them to what its engine counts. None is believed: gates.py
+and drafter.extraction.batch_gates.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from drafter.extraction.shards import Features
 from drafter.sections import Extract
-from drafter.shards import Features
 from drafter.target_head import TargetHead
 
 if TYPE_CHECKING:
-    from drafter.gates import Reference
+    from drafter.extraction.gates import Reference
 
 
 class Backend(Protocol):

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from drafter.backends.target_model import load_target, plain_forward
 from drafter.errors import RecipeError
+from drafter.extraction.gates import Reference
 from drafter.files import read_json
-from drafter.gates import Reference
 from drafter.machine import available_gb
 
 _SPARE = 2

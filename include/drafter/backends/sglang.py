@@ -32,10 +32,10 @@ from drafter.backends.servers import Get, Lost, Servers
 from drafter.backends.transformers import TransformersBackend
 from drafter.engines.api import count
 from drafter.errors import RecipeError
+from drafter.extraction.gates import Reference
+from drafter.extraction.shards import Features
 from drafter.files import read_json
-from drafter.gates import Reference
 from drafter.sections import Extract
-from drafter.shards import Features
 from drafter.target_head import TargetHead, text_config
 
 _IN_FLIGHT = 8

@@ -25,8 +25,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from drafter.errors import RecipeError
+from drafter.extraction.gates import Reference
 from drafter.files import read_json
-from drafter.gates import Reference
 
 _REFERENCE_LOGITS = 64
 """Last tokens of a reference row whose logits are made: enough to judge a head of any size."""

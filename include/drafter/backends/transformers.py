@@ -28,8 +28,8 @@ from drafter.backends.target_model import (
     text_decoder,
 )
 from drafter.errors import RecipeError
-from drafter.gates import Reference
-from drafter.shards import Features
+from drafter.extraction.gates import Reference
+from drafter.extraction.shards import Features
 from drafter.target_head import TargetHead, load_head
 
 

@@ -39,10 +39,10 @@ from drafter.backends.reference import PlainForward
 from drafter.backends.servers import Get, Servers
 from drafter.engines.api import count, first_model
 from drafter.errors import RecipeError
+from drafter.extraction.gates import Reference
+from drafter.extraction.shards import Features
 from drafter.files import read_json
-from drafter.gates import Reference
 from drafter.sections import Extract
-from drafter.shards import Features
 from drafter.target_head import TargetHead, text_config
 
 _IN_FLIGHT = 64

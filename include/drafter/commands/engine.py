@@ -68,7 +68,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _probe(arguments: argparse.Namespace) -> int:
     """Exits 0 when the answer would be stored."""
-    from drafter import probe, template
+    from drafter import template
+    from drafter.generation import probe
     from drafter.show import ELIDED_AT, Reader
     from drafter.terminal import colours, painter
 

@@ -81,10 +81,10 @@ def _start(_arguments: argparse.Namespace) -> int:
 
 def _with_pilot(decision: Plan, workspace: Workspace, recipe: Recipe, spec: dict[str, Any]) -> Plan:
     """What ``decision`` means to a pilot, which may be there already, or to what follows one."""
-    from drafter import approval
-    from drafter.adoption import has_unknown_responses
+    from drafter.generation import approval
+    from drafter.generation.adoption import has_unknown_responses
+    from drafter.generation.sessions import refuse_other_identity
     from drafter.identity import generation_identity
-    from drafter.sessions import refuse_other_identity
 
     if not spec.get("pilot_rows"):
         if decision.action in ("pilot", "approve", "restart"):
@@ -106,8 +106,8 @@ def _refuse_foreign(
     decision: Plan, workspace: Workspace, recipe: Recipe, spec: dict[str, Any]
 ) -> None:
     """Rows that nobody may touch keep prepare from finishing: say which, and why."""
-    from drafter.adoption import has_unknown_prompts
     from drafter.foresee import look
+    from drafter.generation.adoption import has_unknown_prompts
 
     prepared = workspace.prepared(spec["dataset"])
     if has_unknown_prompts(prepared):

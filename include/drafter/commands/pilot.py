@@ -53,10 +53,11 @@ def _show(
     arguments: argparse.Namespace, workspace: Workspace, recipe: Recipe, prepared: Prepared
 ) -> None:
     """As JSON {action, reason} of the plan; where a person is asked, {rejected} too: null, or where
-    the pilot is that they rejected in this run; and what :func:`drafter.pilot.report` gives."""
-    from drafter import approval, pilot, plan
+    the pilot is that they rejected in this run; and what ``pilot.report`` gives."""
+    from drafter import plan
+    from drafter.generation import approval, pilot
+    from drafter.generation.sessions import refuse_other_identity
     from drafter.identity import generation_identity
-    from drafter.sessions import refuse_other_identity
 
     decision = plan.decide(
         "generate",
@@ -89,9 +90,10 @@ def _answer(
     arguments: argparse.Namespace, workspace: Workspace, recipe: Recipe, prepared: Prepared
 ) -> None:
     """Both answers can be given twice. With ``--yes`` the caller holds the dataset's lock."""
-    from drafter import approval, pilot, rewrite
+    from drafter import rewrite
+    from drafter.generation import approval, pilot
+    from drafter.generation.sessions import refuse_other_identity
     from drafter.identity import generation_identity
-    from drafter.sessions import refuse_other_identity
 
     name, by = arguments.dataset, one_line(arguments.by or getpass.getuser())
     if arguments.yes:

@@ -67,10 +67,10 @@ def _unix_or_iso(text: str) -> float:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from drafter import audit, findings
     from drafter.samples import Choice, find
     from drafter.show import ELIDED_AT, render
     from drafter.terminal import colours, painter
+    from drafter.validation import audit, findings
 
     workspace = workspace_of(arguments)
     prepared, recipe = prepared_of(workspace, arguments.dataset), recipe_of(workspace)
@@ -160,8 +160,9 @@ def _repair(arguments: argparse.Namespace) -> int:
 
 
 def _discard(arguments: argparse.Namespace) -> int:
-    from drafter import discard, rewrite
+    from drafter import rewrite
     from drafter.files import count_lines
+    from drafter.generation import discard
     from drafter.terminal import utc
 
     prepared = prepared_of(workspace_of(arguments), arguments.dataset)
@@ -196,7 +197,8 @@ def _discard(arguments: argparse.Namespace) -> int:
 
 
 def _restart(arguments: argparse.Namespace) -> int:
-    from drafter import discard, rewrite
+    from drafter import rewrite
+    from drafter.generation import discard
 
     prepared = prepared_of(workspace_of(arguments), arguments.dataset)
     num_rows, num_tokens, num_failed = discard.count(prepared)

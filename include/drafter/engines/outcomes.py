@@ -3,7 +3,7 @@
 RULES is that table; the README shows it (a test keeps the two equal). A prompt is sent again only
 when that can help and at most as often as ``sends`` says, so over a run an engine gets no more
 requests than rows and faults together. "failed, for good" means that nobody asks again. Prompts of
-the other failures are asked once more at the end of the run, with as many sends (drafter.workers).
+the other failures are asked once more at the end of the run, with as many sends (workers.py).
 What fails then too is written to failed.jsonl and asked by the next run, for which this one ends as
 busy; a prompt that failed so in MAX_RUNS runs has failed for good.
 

@@ -8,7 +8,7 @@ Both say with a loss mask what the target wrote. A mask of zeros and then ones i
 response; a row with any other mask is left out, never guessed at. ``exporting`` writes a directory
 of theirs from our shards, ``importing`` our shards from theirs, past the gates of extraction.
 
-Layer ids are HF ``hidden_states`` indices k, as in drafter.shards and in speculators. SpecForge
+Layer ids are HF ``hidden_states`` indices k, as in shards.py and in speculators. SpecForge
 counts outputs of layers: its id i is k = i + 1, its default [1, n//2 - 1, n - 4] is our default
 [2, n//2, n - 3].
 
@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from drafter.shards import Row
+from drafter.extraction.shards import Row
 
 SAMPLE_IDS = "sample_ids.jsonl"
 """Beside files that have no room for them: row i of the export is line i, a JSON string."""

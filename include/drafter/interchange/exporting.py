@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from drafter.errors import DataError, DrafterError, RecipeError
+from drafter.extraction.shards import read_rows
 from drafter.files import clear_partial, digest, fsync_dir, read_json, read_section, write_json
 from drafter.interchange import RECORD, Writer
 from drafter.interchange.specforge import SpecForgeWriter
 from drafter.interchange.speculators import SpeculatorsWriter
 from drafter.layout import HiddenStates, Workspace
 from drafter.recipe import Recipe
-from drafter.shards import read_rows
 from drafter.target_head import load_head
 
 _REPORT_SECONDS = 10.0

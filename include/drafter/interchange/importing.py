@@ -26,16 +26,16 @@ from typing import Any
 
 import torch
 
-from drafter import gates
 from drafter.errors import DataError, RecipeError
 from drafter.extract import TOO_LONG
+from drafter.extraction import gates
+from drafter.extraction.shards import DTYPES, Shard, ShardHeader, read_header, write_shard
+from drafter.extraction.states import choose_aux_layers
 from drafter.files import clear_partial, digest, file_record, fsync_dir, read_section, write_section
 from drafter.interchange import Found, Sample, Source, prompt_tokens
 from drafter.interchange.proof import Proof
 from drafter.layout import Workspace
 from drafter.recipe import Recipe
-from drafter.shards import DTYPES, Shard, ShardHeader, read_header, write_shard
-from drafter.states import choose_aux_layers
 from drafter.target_head import text_config
 
 

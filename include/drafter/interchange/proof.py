@@ -1,6 +1,6 @@
 """The gates of extraction, as far as they apply to states that somebody else made.
 
-    every row         of the right shape, finite, varied (drafter.batch_gates)
+    every row         of the right shape, finite, varied (drafter.extraction.batch_gates)
     every shard       the states predict the response (gates.check_next_tokens)
     the first row     of the first shard: every layer and the head equal a plain forward of the
                       target, as far as its layers fit in memory (gates.check_reference)
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from drafter import batch_gates, gates
 from drafter.backends.reference import PlainForward
-from drafter.shard_maker import checked_tokens
-from drafter.shard_plan import Sample
-from drafter.shards import DTYPES, Features, Row, Shard
+from drafter.extraction import batch_gates, gates
+from drafter.extraction.shard_maker import checked_tokens
+from drafter.extraction.shard_plan import Sample
+from drafter.extraction.shards import DTYPES, Features, Row, Shard
 from drafter.target_head import TargetHead, load_head
 
 _CHECKED_TOKENS = 4096

@@ -32,9 +32,9 @@ import orjson
 import torch
 
 from drafter.errors import DataError
+from drafter.extraction.shards import Row
 from drafter.files import digest, file_record, whole_file
 from drafter.interchange import NO_FILE, SAMPLE_IDS, Found, Sample, loss_mask
-from drafter.shards import Row
 from drafter.target_head import TargetHead
 
 _FOLDER_ROWS = 2000

@@ -32,9 +32,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from drafter.errors import DataError
+from drafter.extraction.shards import Row
 from drafter.files import file_record, read_json, whole_file, write_json
 from drafter.interchange import NO_FILE, Found, Sample, loss_mask
-from drafter.shards import Row
 
 _ARROW = "data-00000-of-00001.arrow"
 _BATCH_ROWS = 256

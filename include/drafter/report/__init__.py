@@ -11,11 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from drafter import audit, findings
 from drafter.errors import DataError
-from drafter.facts import Facts, Outcome
 from drafter.files import clear_partial, locked, read_section, whole_file
-from drafter.findings import About, Findings
 from drafter.job import Job
 from drafter.layout import Prepared, Workspace
 from drafter.recipe import Recipe
@@ -26,6 +23,9 @@ from drafter.report.reading import Audited
 from drafter.report.tables import lines, summary
 from drafter.rows import Family
 from drafter.show import Reader, view
+from drafter.validation import audit, findings
+from drafter.validation.facts import Facts, Outcome
+from drafter.validation.findings import About, Findings
 
 
 class Report:

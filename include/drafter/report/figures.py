@@ -1,6 +1,6 @@
 """The figures of a report: counted once from the table of rows, shown as page, table and CSV.
 
-Pure: a table of :mod:`drafter.findings` in, :class:`Figures` out. What is to be counted more is
+Pure: a table of ``findings.py`` in, :class:`Figures` out. What is to be counted more is
 counted here.
 """
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
-from drafter.findings import SEPARATOR, Findings
 from drafter.kinds import MISSING_REASONING, Fault
+from drafter.validation.findings import SEPARATOR, Findings
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,0 +1,1 @@
+"""What phase prepare is made of: rows of every source to prompts, and why others are none."""
