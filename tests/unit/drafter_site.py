@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafter.extraction.shards import Features, Row, Shard, ShardHeader, write_shard
-from drafter.files import file_record, write_json, write_section
+from drafter.files import digest, file_record, write_json, write_section
 from drafter.job import Job
 from drafter.layout import DrafterRun, JobDir, Workspace
 from drafter.plan import run_name
@@ -207,11 +207,13 @@ class DrafterSite:
     def job(self, phase: str, dataset: str = "all") -> Job:
         directory = self.workspace.job(phase, dataset)
         directory.root.mkdir(parents=True, exist_ok=True)
-        told = {"start_id": "s", "code": "c", "run_id": "r", "token_budget": None, "in_flight": 4}
+        # Unlike any other site's: by its id, processes of a start are found, and killed.
+        start = digest(str(self.root))
+        told = {"start_id": start, "code": "c", "run_id": "r", "token_budget": None, "in_flight": 4}
         spec = {"phase": phase, "dataset": dataset, "mode": "resume", **told}
         write_json(directory.job, {**spec, "recipe": self.recipe.as_json()})
         return Job(
-            phase, dataset, self.recipe, JobDir(directory.root), "s", "c", "r", "resume", None, 4
+            phase, dataset, self.recipe, JobDir(directory.root), start, "c", "r", "resume", None, 4
         )
 
 

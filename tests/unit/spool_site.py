@@ -19,7 +19,7 @@ from unit.random_targets import AUX_LAYERS, write_tokenized
 
 from drafter import extract, spool, train
 from drafter.errors import DrafterError
-from drafter.files import file_record, write_json, write_section
+from drafter.files import digest, file_record, write_json, write_section
 from drafter.job import Job
 from drafter.layout import DrafterRun, Spool, Workspace
 from drafter.plan import run_name
@@ -84,10 +84,12 @@ class SpoolSite:
     def job(self, phase: str, dataset: str = "all") -> Job:
         directory = self.workspace.job(phase, dataset)
         directory.root.mkdir(parents=True, exist_ok=True)
-        told = {"start_id": "s", "code": "c", "run_id": "r", "token_budget": None, "in_flight": 1}
+        # Unlike any other site's: by its id, processes of a start are found, and killed.
+        start = digest(str(self.root))
+        told = {"start_id": start, "code": "c", "run_id": "r", "token_budget": None, "in_flight": 1}
         spec = {"phase": phase, "dataset": dataset, "mode": "resume", **told}
         write_json(directory.job, {**spec, "recipe": self.recipe.as_json()})
-        return Job(phase, dataset, self.recipe, directory, "s", "c", "r", "resume", None, 1)
+        return Job(phase, dataset, self.recipe, directory, start, "c", "r", "resume", None, 1)
 
     def start(self, phase: str) -> int:
         """The phase in a process of its own; its pid. It ends with the phase's exit code."""

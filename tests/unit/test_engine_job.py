@@ -94,7 +94,7 @@ class EngineHost(Host):
 
     def phase_job(self, recipe: Recipe) -> Any:
         """A generate job as its process sees it, without a process."""
-        spec = self.spec(USER, recipe=recipe.as_json(), start_id="s")
+        spec = self.spec(USER, recipe=recipe.as_json(), start_id=f"start in {self.root}")
         self.job.root.mkdir(parents=True, exist_ok=True)
         self.job.job.write_text(json.dumps(spec))
         return load_job(self.job.root)
