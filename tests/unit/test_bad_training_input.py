@@ -155,7 +155,7 @@ def test_metrics_damaged_in_the_middle_are_named_by_line(site):
 
 FULL = """
 import resource, runpy, sys
-from drafter import checkpoint
+from drafter.training import checkpoint
 
 class FullAfterTheFirst:
     save = staticmethod(checkpoint.save)

@@ -116,7 +116,7 @@ def test_who_stops_listening_leaves_no_process_behind() -> None:
 def test_when_the_parent_is_killed_its_processes_die() -> None:
     code = """
 import os, sys, time
-from drafter import parallel
+from drafter.preparation import parallel
 def work(_):
     yield os.getpid()
     time.sleep(60)

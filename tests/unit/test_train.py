@@ -98,7 +98,8 @@ import os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from drafter import checkpoint, jsonl, train
+from drafter import jsonl, train
+from drafter.training import checkpoint
 from drafter.job import load_job
 
 def die(*_):
