@@ -45,7 +45,7 @@ GIVE_UP_S = 60.0
 CHILD = """
 import sys
 from pathlib import Path
-from drafter import workers
+from drafter.generation import workers
 from drafter.errors import Busy
 from drafter.generate import generate
 from drafter.job import load_job
