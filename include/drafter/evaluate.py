@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from drafter import plan, template
 from drafter.backends import Backend, OpenBackend, opener
@@ -84,11 +85,12 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
     )
     draft = recipe.evaluate.draft_tokens
     untrained = _untrained(recipe, trained, head)
-    drafters = {"untrained": _placed(untrained), "trained": _placed(trained)}
+    embed = head.embed.to("cuda" if torch.cuda.is_available() else "cpu")
+    drafters = {"untrained": _placed(untrained, embed), "trained": _placed(trained, embed)}
     blind = checkpoint.no_states(run_)
     if recipe.train.no_states_baseline:
         chosen = checkpoint.chosen(blind, recipe.train)
-        drafters["no_states"] = _placed(checkpoint.load_drafter(chosen, head))
+        drafters["no_states"] = _placed(checkpoint.load_drafter(chosen, head), embed)
     tallies: dict[str, Tally | None] = {"untrained": None, "no_states": None, "trained": None}
     tallies |= dict.fromkeys(drafters, Tally())
     asked = []
@@ -180,9 +182,10 @@ def _batches(
         yield maker.rows(batch)
 
 
-def _placed(drafter: Drafter) -> Drafter:
-    """On the GPU, where there is one."""
-    placed: Drafter = drafter.to("cuda" if torch.cuda.is_available() else "cpu")
+def _placed(drafter: Drafter, embed: Tensor) -> Drafter:
+    """Where ``embed`` is, which drafters share: a large target's takes gigabytes."""
+    drafter.embed = embed
+    placed: Drafter = drafter.to(embed.device)
     return placed
 
 

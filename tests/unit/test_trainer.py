@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from drafter.files import read_json, read_section
 from drafter.layout import DrafterRun
 from drafter.plan import decide
 from drafter.training import checkpoint, corpus, held_out_rows, trainer
-from drafter.training.alignment import align
+from drafter.training.alignment import align, packed
 from drafter.training.checkpoint import Best
 from drafter.training.loss import Judge, soft_cross_entropy
 
@@ -117,6 +118,23 @@ def test_held_out_rows_are_looked_at_when_due_and_always_with_a_checkpoint(tmp_p
         assert last[f"held_out_acc_{i}"] == pytest.approx(float(whole.accuracy[i]), rel=1e-5)
 
 
+def test_the_targets_matrices_stay_as_they_are_stored(tmp_path: Path) -> None:
+    site = DrafterSite(tmp_path, train=LOOKS)
+    rows = corpus.collect(site.workspace, site.recipe)
+    wide = corpus.read_head(site.recipe, rows)
+    stored = replace(wide, embed=wide.embed.bfloat16(), lm_head=wide.lm_head.bfloat16())
+    exact = replace(wide, embed=stored.embed.float(), lm_head=stored.lm_head.float())
+    batch, lines = [entry.read() for entry in rows.trained], []
+    for each in (stored, exact):
+        made = trainer.Trainer(site.recipe.train, each)
+        assert made.head.embed is each.embed and made.head.lm_head is each.lm_head
+        model = train.untrained(site.recipe, rows, each)
+        judge = each.lm_head[model.draft_ids].float()
+        optimizer = torch.optim.AdamW(model.parameters())
+        lines.append(made.step(1, batch, model, optimizer, judge))
+    assert lines[0] | {"tokens_per_s": 0} == lines[1] | {"tokens_per_s": 0}
+
+
 @pytest.mark.parametrize(
     ("accuracies", "length"), [([], 0.0), ([0.5], 0.5), ([1, 1, 1], 3.0), ([0.8, 0.5, 0.5], 1.4)]
 )
@@ -133,7 +151,7 @@ def test_held_out_rows_are_bounded_fixed_and_of_every_dataset(
     chosen = held_out_rows.chosen(rows, 0.3)
     assert chosen and sum(len(row.input_ids_T) for row in chosen) <= 200
     assert {row.sample_id[:2] for row in chosen} == {"B1", "B2"}
-    packs = held_out_rows.packed(chosen, 60)
+    packs = packed(chosen, 60)
     assert [row for pack in packs for row in pack] == chosen
     assert all(len(p) == 1 or sum(len(r.input_ids_T) for r in p) <= 60 for p in packs)
 

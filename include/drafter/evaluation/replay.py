@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from drafter.extraction.shards import Row
-from drafter.training.alignment import align, num_starts
+from drafter.training.alignment import align, num_starts, packed
 from drafter.training.model import Drafter
 
 _BATCH_TOKENS = 16_384
@@ -58,7 +58,8 @@ def replay(
     Rows in which no draft starts count nothing.
     """
     total = Tally()
-    for batch_rows in _batches(rows):
+    drafted_in = [row for row in rows if num_starts(len(row.input_ids_T), row.prompt_tokens)]
+    for batch_rows in packed(drafted_in, _BATCH_TOKENS):
         batch = align(batch_rows).to(drafter.d2t.device, drafter.fc.weight.dtype)
         if not states:
             batch = batch.without_states()
@@ -101,17 +102,3 @@ def tally(drafted_KQ: Tensor, next_Q: Tensor, left_Q: Tensor) -> Tally:
         verifications += 1
         start += min(accepted[start] + 1, left[start])
     return Tally(len(left), verifications)
-
-
-def _batches(rows: Sequence[Row]) -> list[list[Row]]:
-    batches: list[list[Row]] = []
-    room = 0
-    for row in rows:
-        if num_starts(len(row.input_ids_T), row.prompt_tokens) == 0:
-            continue
-        if len(row.input_ids_T) > room:
-            batches.append([])
-            room = _BATCH_TOKENS
-        batches[-1].append(row)
-        room -= len(row.input_ids_T)
-    return batches

@@ -93,6 +93,19 @@ def num_starts(tokens: int, prompt_tokens: int) -> int:
     return max(tokens - prompt_tokens - 1, 0)
 
 
+def packed(rows: Sequence[Row], batch_tokens: int) -> list[list[Row]]:
+    """In order, in batches of at most so many tokens or one longer row."""
+    batches: list[list[Row]] = []
+    room = 0
+    for row in rows:
+        if not batches or len(row.input_ids_T) > room:
+            batches.append([])
+            room = batch_tokens
+        batches[-1].append(row)
+        room -= len(row.input_ids_T)
+    return batches
+
+
 def align(rows: Sequence[Row]) -> Batch:
     """Cut rows into slots.
 

@@ -7,7 +7,6 @@ Where the recipe spools, only the witness has states: its rows that are held out
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
 from drafter.extraction.shards import Row
 from drafter.training.corpus import Corpus, is_held_out
@@ -31,16 +30,3 @@ def chosen(corpus: Corpus[Entry], share: float) -> list[Row]:
             break
         rows.append(entry.read())
     return rows
-
-
-def packed(rows: Sequence[Row], batch_tokens: int) -> list[list[Row]]:
-    """In order, in batches as large as a step's."""
-    batches: list[list[Row]] = []
-    room = 0
-    for row in rows:
-        if not batches or len(row.input_ids_T) > room:
-            batches.append([])
-            room = batch_tokens
-        batches[-1].append(row)
-        room -= len(row.input_ids_T)
-    return batches

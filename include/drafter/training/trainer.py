@@ -12,6 +12,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +24,10 @@ from drafter.layout import DrafterRun
 from drafter.sections import Train
 from drafter.target_head import TargetHead
 from drafter.training import checkpoint
-from drafter.training.alignment import align, num_starts
+from drafter.training.alignment import align, num_starts, packed
 from drafter.training.batch_source import Batches
 from drafter.training.checkpoint import Best
 from drafter.training.distributed import Group
-from drafter.training.held_out_rows import packed
 from drafter.training.loss import Judge, soft_cross_entropy
 from drafter.training.metrics import Metrics, Progress
 from drafter.training.model import Drafter
@@ -62,7 +62,9 @@ class Trainer:
         self.options, self.held_out, self.see_states = options, held_out, see_states
         self.group = group or Group()
         self.device = self.group.device
-        self.head = head.to(self.device, torch.float32)
+        # Matrices of a large target take gigabytes: they stay as they are stored, where they are.
+        weight = head.norm_weight.to(self.device, torch.float32)
+        self.head = replace(head, norm_weight=weight)
 
     def fit(
         self,
@@ -81,8 +83,7 @@ class Trainer:
         drafter = (
             checkpoint.load_drafter(run_.checkpoint(done), self.head) if saved else untrained()
         )
-        # One copy of the embedding on the device: a large target's takes gigabytes.
-        drafter.embed = self.head.embed
+        judge = self.head.lm_head[drafter.draft_ids].to(self.device, torch.float32)
         drafter = drafter.to(self.device)
         optimizer = torch.optim.AdamW(
             drafter.parameters(), weight_decay=options.weight_decay, fused=True
@@ -93,7 +94,6 @@ class Trainer:
         kind = "with" if self.see_states else "without"
         print(f"{kind} the target's states: from step {done} to {options.steps}", flush=True)
         progress.skip(done)
-        judge = self.head.lm_head[drafter.draft_ids]
         if options.steps == 0 and not saved:
             best = _better(best, 0, self.look(0, drafter, judge))
             if is_main:
