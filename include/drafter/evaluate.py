@@ -60,17 +60,16 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
     store = run_.greedy(job.dataset)
     failed = greedy.ask(job, family, store, prompts)
     answers = greedy.answers(store, recipe.evaluate.max_new_tokens)
-    answered = {sample_id: ids for sample_id, ids in prompts.items() if sample_id in answers}
-    # No server was started for longer rows: it would refuse them.
     longest = recipe.extract.max_length
-    fitting = {i: ids for i, ids in answered.items() if len(ids) + len(answers[i]) <= longest}
-    too_long = len(answered) - len(fitting)
+    fitting = held_out.replayed(prompts, answers, longest)
+    num_answered = len(prompts.keys() & answers.keys())
+    too_long = num_answered - len(fitting)
     print(
-        f"{job.dataset}: {len(answered)} greedy answers, {sum(failed.values())} failed, {too_long} "
+        f"{job.dataset}: {num_answered} greedy answers, {sum(failed.values())} failed, {too_long} "
         f"left out, {TOO_LONG} {longest}",
         flush=True,
     )
-    if answered and not fitting:
+    if num_answered and not fitting:
         raise DataError(
             f"{job.dataset}: every held-out prompt is with its answer longer than "
             f"extract.max_length ({longest}): raise it, or lower evaluate.max_new_tokens "

@@ -91,11 +91,15 @@ def _expected(workspace: Workspace, recipe: Recipe, run_: DrafterRun) -> _Expect
     answers: dict[str, list[int]] = {}
     for dataset in recipe.dataset_names:
         known = greedy.answers(run_.greedy(dataset), recipe.evaluate.max_new_tokens)
-        for sample_id, ids in held_out.prompts(workspace, recipe, dataset).items():
-            if sample_id in known:
-                prompts[sample_id], answers[sample_id] = ids, known[sample_id]
+        asked = held_out.prompts(workspace, recipe, dataset)
+        asked = held_out.replayed(asked, known, recipe.extract.max_length)
+        prompts |= asked
+        answers |= {sample_id: known[sample_id] for sample_id in asked}
     if not prompts:
-        raise DataError(f"{run_.root}: evaluate kept no greedy answer, run it again")
+        raise DataError(
+            f"{run_.root}: evaluate kept no greedy answer within extract.max_length "
+            f"({recipe.extract.max_length}): run it again, or raise that"
+        )
     return _Expected(prompts, answers)
 
 

@@ -172,6 +172,20 @@ def test_length_and_speed_are_those_of_the_held_out_prompts(site: DrafterSite) -
     assert progress["done"] and progress["changed"] and "speed x" in progress["line"]
 
 
+def test_only_prompts_that_were_replayed_are_asked(site: DrafterSite) -> None:
+    lengths = sorted(
+        len(ids) + len(greedy(ids, 24))
+        for dataset in site.datasets
+        for ids in held_out.prompts(site.workspace, site.recipe, dataset).values()
+    )
+    with CountingVLLM() as drafting:
+        asked = anew(job(site, drafting.url))
+        shorter = asked.recipe.extract.model_copy(update={"max_length": lengths[-1] - 1})
+        recipe = asked.recipe.model_copy(update={"extract": shorter})
+        found = measured(dataclasses.replace(asked, recipe=recipe))["counts"]["prompts"]
+    assert found == sum(length < lengths[-1] for length in lengths) < len(lengths)
+
+
 def test_it_is_done_while_export_and_recipe_are_the_same(site: DrafterSite) -> None:
     with CountingVLLM() as engine:
         first = job(site, engine.url)

@@ -30,3 +30,15 @@ def prompts(workspace: Workspace, recipe: Recipe, dataset: str) -> dict[str, lis
             f"train.held_out_share ({recipe.train.held_out_share}), or add prompts"
         )
     return found
+
+
+def replayed(
+    prompts: dict[str, list[int]], answers: dict[str, list[int]], longest: int
+) -> dict[str, list[int]]:
+    """Those that have an answer and are with it not longer than ``longest``: no server of the
+    target was started for longer rows, it would refuse to make their states."""
+    return {
+        sample_id: ids
+        for sample_id, ids in prompts.items()
+        if sample_id in answers and len(ids) + len(answers[sample_id]) <= longest
+    }
