@@ -146,8 +146,7 @@ class _Maker:
         dtype = DTYPES[self.settings.dtype]
         batch_gates.check_rows(batch, computed, self.aux_layers, self.hidden_size, dtype)
         batch_gates.check_ids(batch, computed)
-        batch_gates.check_finite(batch, computed, self.aux_layers)
-        batch_gates.check_varied(batch, computed, self.aux_layers)
+        batch_gates.check_values(batch, computed, self.aux_layers)
         return [
             Row(
                 sample.sample_id,

@@ -94,8 +94,7 @@ def the_ids_it_was_sent(row: Row) -> Features:
 def check_batch(samples: list[Sample], computed: list[Features]) -> None:
     batch_gates.check_rows(samples, computed, AUX_LAYERS, 32, torch.float32)
     batch_gates.check_ids(samples, computed)
-    batch_gates.check_finite(samples, computed, AUX_LAYERS)
-    batch_gates.check_varied(samples, computed, AUX_LAYERS)
+    batch_gates.check_values(samples, computed, AUX_LAYERS)
 
 
 def as_sample(row: Row) -> Sample:
@@ -154,6 +153,23 @@ def test_equal_states_under_equal_ids_pass() -> None:
     ids = [5] * len(row.input_ids_T)
     same = Features(row.aux_TAD[:1].expand(15, 3, 32), row.final_TD[:1].expand(15, 32))
     check_batch([Sample("s", ids, 1)], [same])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("begin", "size", "step"), [(0, 32, 1), (1, 32, 1), (3, 5, 1), (0, 8, 2)])
+def test_repeated_states_are_found_in_whatever_part_of_memory_they_lie(
+    dtype: torch.dtype, begin: int, size: int, step: int
+) -> None:
+    memory = torch.randn(4, 80, generator=torch.Generator().manual_seed(1)).to(dtype)
+    part = memory[:, begin : begin + step * size : step]
+    sample = Sample("s", [5, 6, 7, 8], 1)
+    computed = Features(part[:, None].expand(4, 3, size), part)
+    batch_gates.check_values([sample], [computed], AUX_LAYERS)
+    memory[2] = memory[1]
+    with pytest.raises(
+        DataError, match="aux layer 1 repeats its state at 1 of 4 tokens, first at 2"
+    ):
+        batch_gates.check_values([sample], [computed], AUX_LAYERS)
 
 
 def test_a_single_token_has_nothing_to_repeat() -> None:
