@@ -72,13 +72,14 @@ class Batch:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """On ``device``, states in ``dtype``."""
+        # Converted where they arrive: states are stored in half the bytes.
         return Batch(
             read_S=self.read_S.to(device),
-            aux_SAH=self.aux_SAH.to(device, dtype),
+            aux_SAH=self.aux_SAH.to(device).to(dtype),
             position_S=self.position_S.to(device),
             start_Q=self.start_Q.to(device),
             next_Q=self.next_Q.to(device),
-            final_QH=self.final_QH.to(device, dtype),
+            final_QH=self.final_QH.to(device).to(dtype),
             left_Q=self.left_Q.to(device),
             spans=self.spans,
         )
