@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from airflow.plugins_manager import AirflowPlugin
 
+from gpu_host.pages import PREFIX, Pages
 from gpu_host.pause import PauseStops
 from gpu_host.timetables import CronAhead
 
@@ -14,5 +15,8 @@ class DrafterPlugin(AirflowPlugin):
     name = "drafter"
     fastapi_root_middlewares: ClassVar[list[Any]] = [
         {"middleware": PauseStops, "args": [], "kwargs": {}, "name": "pause stops jobs"}
+    ]
+    fastapi_apps: ClassVar[list[Any]] = [
+        {"app": Pages(), "url_prefix": PREFIX, "name": "pages of results"}
     ]
     timetables: ClassVar[list[Any]] = [CronAhead]

@@ -1,6 +1,5 @@
-"""A button on a dataset's task that leads to what it left: numbers and, of generate, samples; of
-validate, where on the GPU host the report's page lies; of train, a table of losses and accuracies
-over the steps, and where the page with their curves lies."""
+"""Buttons on a dataset's task: to what it left, numbers and, of generate, samples; and to the page
+of validate's report, or of train's curves."""
 
 from __future__ import annotations
 
@@ -9,6 +8,8 @@ from urllib.parse import quote
 
 from airflow.sdk import BaseOperatorLink
 from airflow.sdk.configuration import conf
+
+from gpu_host import pages
 
 
 class ReportLink(BaseOperatorLink):
@@ -19,8 +20,27 @@ class ReportLink(BaseOperatorLink):
     xcom_key = "report_link"
 
     def get_link(self, operator: Any, *, ti_key: Any) -> str:  # noqa: ARG002
-        base = conf.get("api", "base_url", fallback="/").rstrip("/")
+        base = _base()
         names = [quote(str(name), safe="") for name in (ti_key.dag_id, ti_key.run_id)]
         page = f"{base}/dags/{names[0]}/runs/{names[1]}/tasks/{ti_key.task_id}"
         mapped = f"/mapped/{ti_key.map_index}" if ti_key.map_index >= 0 else ""
         return f"{page}{mapped}/xcom"
+
+
+class PageLink(BaseOperatorLink):
+    """What validate found, or the curves of a training, as a page; none of other phases."""
+
+    name = "Report or curves"
+    xcom_key = "page_link"
+
+    def get_link(self, operator: Any, *, ti_key: Any) -> str:  # noqa: ARG002
+        return page_url(operator.phase, operator.dataset)
+
+
+def page_url(phase: str, dataset: str) -> str:
+    """Empty when the phase leaves no page."""
+    return _base() + pages.path(phase, dataset) if phase in pages.PHASES else ""
+
+
+def _base() -> str:
+    return str(conf.get("api", "base_url", fallback="/")).rstrip("/")

@@ -22,7 +22,7 @@ from gpu_host import alerts
 from gpu_host.commands import failure, output_of
 from gpu_host.deploy import PACKAGE
 from gpu_host.hooks import GpuHostHook
-from gpu_host.links import ReportLink
+from gpu_host.links import PageLink, ReportLink, page_url
 from gpu_host.triggers import JobTrigger
 
 GPU_PHASES = frozenset({"generate", "extract", "spool", "train", "evaluate"})
@@ -54,7 +54,7 @@ class PhaseOperator(BaseOperator):
     stored last is the XCom ``samples``, to which the task's link leads.
     """
 
-    operator_extra_links = (ReportLink(),)
+    operator_extra_links = (ReportLink(), PageLink())
     # The dataset first: templates of the others may mention it, and fields render in this order.
     template_fields = ("dataset", "code", "mode", "token_budget")
 
@@ -166,6 +166,8 @@ class PhaseOperator(BaseOperator):
                 self._job_dir.root,
                 self.dataset,
             )
+            if url := page_url(self.phase, self.dataset):
+                self.log.info("What it finds is shown at %s", url)
         return answer
 
     def _defer(self, context: Any, answer: dict[str, Any]) -> None:

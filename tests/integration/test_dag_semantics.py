@@ -87,6 +87,15 @@ class Airflow:
         path = f"{page}/{task['task_id']}/xcomEntries/{key}"
         return self.api.get(path, map_index=task["map_index"], deserialize=True)["value"]
 
+    def links(self, task: Task) -> dict[str, str | None]:
+        """The buttons of a task instance."""
+        page = f"/dags/{task['dag_id']}/dagRuns/{task['dag_run_id']}/taskInstances"
+        path = f"{page}/{task['task_id']}/links"
+        found: dict[str, str | None] = self.api.get(path, map_index=task["map_index"])[
+            "extra_links"
+        ]
+        return found
+
     def last_line(self, task: Task) -> str:
         """Of ours in a task's log: what follows is Airflow's own."""
         name = task["rendered_map_index"]
@@ -230,8 +239,8 @@ def test_a_task_ends_with_its_numbers_and_a_link_to_samples(airflow: Airflow) ->
         samples = "\n".join(airflow.left(task, "samples"))
         assert samples.count(name) >= 3
         assert "\x1b" not in samples
-        page = f"/dags/generate/dagRuns/{run_id}/taskInstances/generate/links"
-        links = airflow.api.get(page, map_index=task["map_index"])["extra_links"]
+        links = airflow.links(task)
+        assert links.pop("Report or curves") is None
         (url,) = links.values()
         assert url.startswith(f"{airflow.stack.url}/dags/generate/runs/")
         assert url.endswith(f"/tasks/generate/mapped/{task['map_index']}/xcom")
@@ -256,6 +265,27 @@ def test_extraction_waits_for_the_last_dataset_and_training_starts_once(airflow:
     for dag_id in ("extract", "train"):
         (run,) = airflow.runs(dag_id)
         assert (run["state"], run["run_type"]) == ("success", "asset_triggered")
+
+
+def test_a_button_leads_to_the_report_and_to_the_curves(airflow: Airflow) -> None:
+    token = httpx.get(f"{airflow.stack.url}/auth/token").json()["access_token"]
+    validated = next(
+        tasks[B7]
+        for run in airflow.runs("validate")
+        if B7 in (tasks := airflow.tasks("validate", run["dag_run_id"], "dataset.validate"))
+    )
+    (training,) = airflow.runs("train")
+    found = airflow.api.tasks("train", training["dag_run_id"])
+    (trained,) = (task for task in found if task["task_id"] == "train")
+    for task, dataset in ((validated, B7), (trained, "all")):
+        url = airflow.links(task)["Report or curves"]
+        assert url == f"{airflow.stack.url}/drafter/{task['dag_id']}/{dataset}"
+        assert httpx.get(url).status_code == 401
+        for told in ({"Authorization": f"Bearer {token}"}, {"Cookie": f"_token={token}"}):
+            page = httpx.get(url, headers=told, timeout=60)
+            assert page.status_code == 200, page.text
+            assert "<svg" in page.text and dataset.replace("all", "loss") in page.text
+    assert any(url in line for line in airflow.api.log(trained))
 
 
 def failed_sensor(airflow: Airflow, dag_id: str, task_id: str, dataset: str) -> str:

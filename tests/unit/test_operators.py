@@ -226,7 +226,7 @@ def test_a_task_that_found_all_done_ends_with_the_numbers() -> None:
 
 def test_the_link_leads_to_what_the_task_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIRFLOW__API__BASE_URL", "http://airflow/sub/")
-    (link,) = phase(FakeHost(DONE)).operator_extra_links
+    link, _ = phase(FakeHost(DONE)).operator_extra_links
     key = SimpleNamespace(dag_id="generate", run_id="a+b", task_id="generate", map_index=2)
     page = "http://airflow/sub/dags/generate/runs/a%2Bb/tasks/generate"
     assert link.get_link(phase(FakeHost(DONE)), ti_key=key) == f"{page}/mapped/2/xcom"

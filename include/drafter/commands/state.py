@@ -1,4 +1,4 @@
-"""status: what runs and what is stored."""
+"""status: what runs and what is stored; page: what a phase found, to be looked at."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 import sys
 import time
 
-from drafter.commands import Add, print_json, workspace_of
+from drafter.commands import Add, prepared_of, print_json, recipe_of, workspace_of
 from drafter.errors import RecipeError
+from drafter.layout import ALL
 
 WATCH_S = 1.0
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -20,6 +21,27 @@ def add_to(add: Add) -> None:
     how.add_argument("--watch", action="store_true", help="again each second, on a terminal")
     status.add_argument("--verify", action="store_true", help="hash files against the manifests")
     status.add_argument("--dataset", help="only this one")
+    page = add("page", _page, "the report of validate, or the curves of train, as HTML")
+    page.add_argument("phase", choices=("validate", "train"))
+    page.add_argument("dataset", nargs="?", default=ALL, help="of validate; default: over all")
+
+
+def _page(arguments: argparse.Namespace) -> int:
+    from drafter import plan
+
+    workspace = workspace_of(arguments)
+    recipe = recipe_of(workspace)
+    if arguments.phase == "train":
+        path = workspace.drafter(plan.run_name(workspace, recipe)).curves
+        since = "it appears with training's first checkpoint"
+    else:
+        one = arguments.dataset != ALL
+        path = (prepared_of(workspace, arguments.dataset) if one else workspace).report
+        since = "it appears when validate is done"
+    if not path.exists():
+        raise RecipeError(f"there is no {path} yet: {since}")
+    sys.stdout.write(path.read_text(encoding="utf-8"))
+    return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:
