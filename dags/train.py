@@ -5,7 +5,8 @@ Starts once per new set of extracted states. One training job over all datasets,
 states) and exported for SGLang and vLLM. Where the recipe names servers that use the export
 (`[evaluate.served]`) it is measured there too: start them with the export once it is written (the
 asset is emitted then already), and clear `served` when its retries ended before. Losses and
-accuracies so far are curves at [/drafter/train/all](/drafter/train/all), also while it trains.
+accuracies so far are curves at the address in train's log, also while it trains, and behind a
+button of the task when it has ended.
 
 Where the recipe spools (`[train] spool_shards`) it starts when every dataset is **validated**, and
 `spool` runs beside `train`: it makes the states a few shards ahead of training, every epoch anew,

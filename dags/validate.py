@@ -3,8 +3,8 @@
 Started per dataset by the assets that the generate DAG emits, or by hand. For each dataset a sensor
 waits for its **token budget** (and fails at once when generation ended short), then every stored
 row is checked and the accepted ones become `tokenized_data.jsonl`. When every dataset of the recipe
-is validated, the join emits the asset `validated`. What was found in all datasets is a page at
-[/drafter/validate/all](/drafter/validate/all); each dataset's task has a button to its own.
+is validated, the join emits the asset `validated`. A button of each dataset's task opens what was
+found, as a page, with a link to that over all datasets.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from drafter.evaluation.replay import Tally, replay
 from drafter.extraction import batch_gates
 from drafter.extraction.shard_plan import Sample
 from drafter.extraction.shards import DTYPES, Row
-from drafter.files import clear_partial, read_json, write_json
+from drafter.files import clear_partial, read_json, read_section, write_json
 from drafter.job import Job
 from drafter.layout import DrafterRun
 from drafter.recipe import Recipe
@@ -87,7 +87,9 @@ def evaluate(job: Job, family: Family, open_backend: OpenBackend) -> None:
     embed = head.embed.to("cuda" if torch.cuda.is_available() else "cpu")
     drafters = {"untrained": _placed(untrained, embed), "trained": _placed(trained, embed)}
     blind = checkpoint.no_states(run_)
-    if recipe.train.no_states_baseline:
+    section = read_section(run_.manifest, "train")
+    # As it was trained: the recipe may ask for it since.
+    if section and section["no_states"]:
         chosen = checkpoint.chosen(blind, recipe.train)
         drafters["no_states"] = _placed(checkpoint.load_drafter(chosen, head), embed)
     tallies: dict[str, Tally | None] = {"untrained": None, "no_states": None, "trained": None}

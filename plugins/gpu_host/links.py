@@ -39,7 +39,8 @@ class PageLink(BaseOperatorLink):
 
 def page_url(phase: str, dataset: str) -> str:
     """Empty when the phase leaves no page."""
-    return _base() + pages.path(phase, dataset) if phase in pages.PHASES else ""
+    path = pages.path(phase, dataset)
+    return _base() + path if path else ""
 
 
 def _base() -> str:

@@ -29,6 +29,7 @@ import orjson
 from unit.drafter_site import DrafterSite
 
 from drafter.layout import DrafterRun
+from drafter.processes import look, send
 from drafter.training import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +40,7 @@ MOST_TRIES = 4
 """Per kill: a process that ended before its moment does not count, what is left of a resumed
 training being short."""
 
+ENDS_WITHIN_S = 10.0
 FEWEST_RESUMES = 0.3
 """Per kill, starts that continue from a step above 0."""
 
@@ -64,8 +66,12 @@ def main(arguments: list[str]) -> int:
                 shutil.rmtree(disturbed.run.root)
             process = start(disturbed, log)
             time.sleep(dice.uniform(0.2, 0.9) * life_s)
-            hits += kill_one(process, dice)
+            started = [] if process.poll() is not None else [process.pid, *children(process.pid)]
+            hits += bool(started) and kill(dice.choice(started))
             process.wait()
+            if alive := outliving(started):
+                print(f"processes {alive} of a killed job live on")
+                return 1
         assert start(disturbed, log).wait() == 0
         steps = [int(step) for step in re.findall(r"from step (\d+) to", log.read_text())]
         resumes = sum(0 < step < OPTIONS["steps"] for step in steps)
@@ -84,16 +90,23 @@ def main(arguments: list[str]) -> int:
         shutil.rmtree(home)
 
 
-def kill_one(process: subprocess.Popen[bytes], dice: random.Random) -> bool:
-    """-9 to the job's process or one of those that it started; False when it had ended before."""
-    if process.poll() is not None:
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def kill(pid: int) -> bool:
+    """-9; False when it had ended before."""
+    if (process := look(pid)) is None:
         return False
-    started = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    try:
-        os.kill(dice.choice([process.pid, *map(int, started)]), signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
+    return send(process, signal.SIGKILL)
+
+
+def outliving(pids: list[int]) -> list[int]:
+    """Those that still live a while after the job's own process has ended."""
+    give_up = time.monotonic() + ENDS_WITHIN_S
+    while (alive := [pid for pid in pids if look(pid)]) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return alive
 
 
 def start(site: DrafterSite, log: Path) -> subprocess.Popen[bytes]:

@@ -277,12 +277,15 @@ def test_a_button_leads_to_the_report_and_to_the_curves(airflow: Airflow) -> Non
     (training,) = airflow.runs("train")
     found = airflow.api.tasks("train", training["dag_run_id"])
     (trained,) = (task for task in found if task["task_id"] == "train")
-    for task, dataset in ((validated, B7), (trained, "all")):
+    shown = {}
+    for task, page in ((validated, f"prepared/{B7}/report.html"), (trained, "curves.html")):
         url = airflow.links(task)["Report or curves"]
-        assert url == f"{airflow.stack.url}/drafter/{task['dag_id']}/{dataset}"
-        page = httpx.get(url, headers={"Cookie": f"_token={token}"}, timeout=60)
-        assert page.status_code == 200, page.text
-        assert "<svg" in page.text and dataset.replace("all", "loss") in page.text
+        assert url == f"{airflow.stack.url}/drafter/{page}"
+        answer = httpx.get(url, headers={"Cookie": f"_token={token}"}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        shown[task["dag_id"]] = answer.text
+    assert B7 in shown["validate"] and "<svg" in shown["validate"]
+    assert "held-out" in shown["train"] and "<svg" in shown["train"]
     assert any(url in line for line in airflow.api.log(trained))
 
 

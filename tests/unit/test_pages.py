@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urljoin
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from unit.drafter_site import DrafterSite
+from unit.report_site import Site, prepared, site
 
 from drafter import train
 from drafter.errors import RecipeError
 from drafter.files import write_json
 from gpu_host import links, pages
 from gpu_host.hooks import Unreachable
+
+__all__ = ["prepared", "site"]
 
 INCLUDE = Path(train.__file__).parents[1]
 
@@ -37,6 +42,7 @@ def test_the_curves_of_the_recipes_run_are_printed_once_they_are_drawn(tmp_path:
     site = DrafterSite(tmp_path, train={"steps": 5, "no_states_baseline": False})
     code, _, said = printed(site, "train")
     assert (code, said.count("\n")) == (RecipeError.exit_code, 1)
+    assert "leave the dataset out" in printed(site, "train", "B1")[2]
     assert said.endswith("curves.html yet: it appears with training's first checkpoint\n")
     train.run(site.job("train"))
     assert printed(site, "train") == (0, site.run.curves.read_text(), "")
@@ -77,11 +83,13 @@ class FakeHost:
         return self.answer
 
 
-async def airflow_shows(request: Request) -> JSONResponse:
-    """The API server's own route: B, who is logged in, may see ``train`` and nobody else's."""
+async def airflow_shows(request: Request) -> Response:
+    """The API server's own route: B, logged in, may read XComs; C may not, D is sent away."""
     user = request.cookies.get("_token") or request.headers.get("authorization")
+    if user == "D":
+        return RedirectResponse("/login")
     seen = {"B": 200, "Bearer B": 200, "C": 403}.get(user or "", 401)
-    return JSONResponse({"dag_id": request.path_params["dag_id"]}, seen)
+    return JSONResponse({"xcom_entries": []}, seen)
 
 
 @pytest.fixture
@@ -105,14 +113,18 @@ class Deployed:
 DEPLOYED = Deployed()
 
 
-async def got(path: str, root: str = "", **headers: str) -> httpx.Response:
+def client(root: str = "") -> httpx.AsyncClient:
     shown = [
-        Route("/api/v2/dags/{dag_id}", airflow_shows),
+        Route("/api/v2/dags/{dag}/dagRuns/~/taskInstances/~/xcomEntries", airflow_shows),
         Mount(pages.PREFIX, pages.Pages()),
     ]
     transport = httpx.ASGITransport(Starlette(routes=shown), root_path=root)
-    async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
-        return await client.get(root + path, headers=headers)
+    return httpx.AsyncClient(transport=transport, base_url="http://a")
+
+
+async def got(path: str, root: str = "", **headers: str) -> httpx.Response:
+    async with client(root) as asker:
+        return await asker.get(root + path, headers=headers)
 
 
 @pytest.mark.asyncio
@@ -122,7 +134,7 @@ async def got(path: str, root: str = "", **headers: str) -> httpx.Response:
 async def test_who_may_see_the_dag_sees_its_page_and_no_script_runs_in_it(
     host: FakeHost, headers: dict[str, str]
 ) -> None:
-    answer = await got("/drafter/validate/B%201", **headers)
+    answer = await got("/drafter/prepared/B%201/report.html", **headers)
     assert (answer.status_code, answer.text) == (200, "<svg>")
     assert host.asked == [["page", "validate", "B 1"]]
     policy = answer.headers["content-security-policy"]
@@ -130,33 +142,59 @@ async def test_who_may_see_the_dag_sees_its_page_and_no_script_runs_in_it(
     assert answer.headers["content-type"].startswith("text/html")
 
 
+def test_links_from_page_to_page_are_addresses_of_pages(site: Site) -> None:
+    site.finish()
+    everything, one = (pages.path("validate", name) for name in ("all", "B1"))
+    assert everything and one
+    for page, at, leads_to in ((site.overview, everything, one), (site.page, one, everything)):
+        links = [link for link in re.findall(r'href="([^"]+)"', page) if link[0] != "#"]
+        assert {urljoin(at, link) for link in links} == {leads_to}
+
+
+@pytest.mark.asyncio
+async def test_only_the_header_is_sent_to_who_asks_for_the_header(host: FakeHost) -> None:
+    async with client() as asker:
+        answer = await asker.head("/drafter/curves.html", headers={"cookie": "_token=B"})
+        refused = await asker.post("/drafter/curves.html", headers={"cookie": "_token=B"})
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert refused.status_code == 404 and len(host.asked) == 1
+
+
 @pytest.mark.asyncio
 async def test_a_page_is_found_where_airflow_is_served_below_a_prefix(host: FakeHost) -> None:
-    answer = await got("/drafter/train/all", root="/airflow", cookie="_token=B")
+    answer = await got("/drafter/curves.html", root="/airflow", cookie="_token=B")
     assert (answer.status_code, answer.text) == (200, "<svg>")
     assert host.asked == [["page", "train", "all"]]
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("cookie", "status"), [("_token=C", 403), ("_token=D", 401), ("", 401)])
+@pytest.mark.parametrize(
+    ("cookie", "status"), [("_token=C", 403), ("_token=D", 403), ("_token=E", 401), ("", 401)]
+)
 async def test_others_are_refused_as_airflow_refuses_them_and_the_host_is_not_asked(
     host: FakeHost, cookie: str, status: int
 ) -> None:
-    answer = await got("/drafter/train/all", cookie=cookie)
+    answer = await got("/drafter/curves.html", cookie=cookie)
     assert (answer.status_code, host.asked) == (status, [])
-    assert "does not show you the DAG train" in answer.text
+    assert "does not show you what train left" in answer.text
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("path", "answer", "status", "said"),
     [
-        ("/drafter/generate/B1", (0, "", ""), 404, "no such page"),
-        ("/drafter/train/all/more", (0, "", ""), 404, "no such page"),
-        ("/drafter/validate/B9", (0, "", ""), 404, "no dataset &#x27;B9&#x27;"),
-        ("/drafter/train/all", (64, "", "drafter: there is no <b> yet\n"), 404, "no &lt;b&gt; yet"),
-        ("/drafter/train/all", (127, "", "sh: 1: drafter: not found"), 503, "not found"),
-        ("/drafter/train/all", (Unreachable("connection refused"),), 503, "connection refused"),
+        ("/drafter/generate.html", (0, "", ""), 404, "no such page"),
+        ("/drafter/prepared/B%2F1/report.html", (0, "", ""), 404, "no such page"),
+        ("/drafter/prepared/B9/report.html", (0, "", ""), 404, "no dataset &#x27;B9&#x27;"),
+        (
+            "/drafter/curves.html",
+            (64, "", "drafter: there is no <b> yet\n"),
+            404,
+            "no &lt;b&gt; yet",
+        ),
+        ("/drafter/curves.html", (65, "", "drafter: extract has not finished"), 404, "extract has"),
+        ("/drafter/curves.html", (127, "", "sh: 1: drafter: not found"), 503, "not found"),
+        ("/drafter/curves.html", (Unreachable("connection refused"),), 503, "connection refused"),
     ],
 )
 async def test_a_page_that_is_not_there_is_one_sentence(
@@ -171,8 +209,8 @@ async def test_a_page_that_is_not_there_is_one_sentence(
 @pytest.mark.parametrize(
     ("phase", "dataset", "url"),
     [
-        ("validate", "B 1", "http://localhost:8080/drafter/validate/B%201"),
-        ("train", "all", "http://localhost:8080/drafter/train/all"),
+        ("validate", "B 1", "http://localhost:8080/drafter/prepared/B%201/report.html"),
+        ("train", "all", "http://localhost:8080/drafter/curves.html"),
         ("generate", "B 1", ""),
     ],
 )

@@ -32,6 +32,8 @@ def _page(arguments: argparse.Namespace) -> int:
     workspace = workspace_of(arguments)
     recipe = recipe_of(workspace)
     if arguments.phase == "train":
+        if arguments.dataset != ALL:
+            raise RecipeError("train is over all datasets: leave the dataset out")
         path = workspace.drafter(plan.run_name(workspace, recipe)).curves
         since = "it appears with training's first checkpoint"
     else:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -142,6 +143,12 @@ def joined() -> Iterator[Group]:
     except DrafterError as error:
         print(f"drafter: {error}", file=sys.stderr)
         _end(error.exit_code)
+    except SystemExit as stop:
+        _end(int(stop.code or 0))
+    finally:
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+            _end(1)
     store.set(_LEAVES.format(rank), "")
     # Who closes its connections early may cut off what another is still reading.
     store.wait([_LEAVES.format(other) for other in range(size)], _PATIENCE)
