@@ -4,7 +4,8 @@ Rows go into shards in the order of tokenized_data.jsonl; inside a shard, rows o
 share a batch. Which rows make a shard, and which a batch, follows from the file and the recipe
 alone (shard_plan.py), so a run that was killed anywhere ends in the same bytes: whole shards are
 kept, the rest is made (shard_maker.py), past every gate (gates.py).
-Memory holds one shard and two numbers per row, whatever the dataset's size.
+Memory holds two shards, one of them on its way to the disk, and two numbers per row, whatever the
+dataset's size.
 
 Manifest section ``extract``: identity {target, revision, aux_layers, dtype, norm, hidden_size},
 counts {rows, tokens, shards, left_out: {reason: n}}, gates {reference_error, alone_error: largest
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,29 +82,53 @@ def extract(job: Job, open_backend: OpenBackend) -> None:
         present = sum(index.lengths[row] for i in kept for row in shards[i])
         progress = _Progress(job, present, sum(index.lengths))
         maker = ShardMaker(work.task, index, open_backend, progress.advance)
-        for i in sorted(set(range(len(shards))) - set(kept)):
-            path = work.hidden.shard(i)
-            files[path.name], kept[i] = _make(maker, path, i, shards)
+        missing = sorted(set(range(len(shards))) - set(kept))
+        for i, record, kept[i] in _made(maker, work.hidden, shards, missing):
+            files[work.hidden.shard(i).name] = record
         rate = progress.tokens_per_second()
     section = _section(work, index, [kept[i] for i in range(len(shards))], files)
     changed = write_section(work.hidden.manifest, "extract", section)
     _finish(job, section, changed=changed, rate=rate)
 
 
-def _make(
-    maker: ShardMaker, path: Path, number: int, shards: Sequence[Sequence[int]]
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Write one shard; its file record and what the gates measured. Its states end here: memory
-    does not hold them while the next ones are made."""
-    shard = maker.make(number, shards[number])
-    record = write_shard(path, shard)
-    measured = shard.header.gates
-    print(
-        f"shard {number + 1} of {len(shards)}: {len(shard)} rows, {len(shard.input_ids_T):,} "
-        f"tokens, argmax share {_share([measured]):.1%}",
-        flush=True,
-    )
-    return record, measured
+def _made(
+    maker: ShardMaker, hidden: HiddenStates, shards: Sequence[Sequence[int]], missing: Sequence[int]
+) -> Iterator[tuple[int, dict[str, Any], dict[str, float]]]:
+    """Number, file record and what the gates measured of each missing shard, once it is on disk.
+
+    One is written while the next one is made, so the target does not wait for the disk; memory
+    holds two at most. When a gate fails, the shard before it is there all the same.
+    """
+    with ThreadPoolExecutor(1) as disk:
+        writing: list[_Writing] = []
+        for number in missing:
+            path, shard = hidden.shard(number), maker.make(number, shards[number])
+            yield from map(_Writing.end, writing)
+            measured, written = shard.header.gates, disk.submit(write_shard, path, shard)
+            line = (
+                f"shard {number + 1} of {len(shards)}: {len(shard)} rows, "
+                f"{len(shard.input_ids_T):,} tokens, argmax share {_share([measured]):.1%}"
+            )
+            writing = [_Writing(number, measured, line, written)]
+            # Memory lets it go when it is written.
+            del shard
+        yield from map(_Writing.end, writing)
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """A shard on its way to the disk."""
+
+    number: int
+    measured: dict[str, float]
+    line: str
+    record: Future[dict[str, Any]]
+
+    def end(self) -> tuple[int, dict[str, Any], dict[str, float]]:
+        """Wait until it is there. Raises as write_shard."""
+        record = self.record.result()
+        print(self.line, flush=True)
+        return self.number, record, self.measured
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import hashlib
 import os
 import random
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,17 @@ from unit.random_targets import (
     write_tokenized,
 )
 
-from drafter.errors import DataError
+from drafter.errors import DataError, DrafterError
 from drafter.extract import extract, run
-from drafter.extraction.shards import read_rows, read_shard, shard_paths
+from drafter.extraction.shard_maker import ShardMaker
+from drafter.extraction.shards import Shard, read_rows, read_shard, shard_paths, write_shard
 from drafter.files import read_json, read_section
 from drafter.job import Job
 from drafter.layout import HiddenStates
 from drafter.plan import decide
 from drafter.target_head import load_head
+
+GIVE_UP_S = 30
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,56 @@ def test_a_second_run_opens_no_engine_and_changes_no_byte(tmp_path: Path, target
     extract(job, no_engine)
     assert digests(hidden_of(job)) == before
     assert read_json(job.dir.progress)["changed"] is False
+
+
+class Disk:
+    """Writes a shard only once the target is at work on the next one, or never will be."""
+
+    def __init__(self, waits: int) -> None:
+        self.waits, self.turns = waits, threading.Semaphore(0)
+        self.late = 0
+
+    def write(self, path: Path, shard: Shard) -> dict[str, Any]:
+        if self.waits:
+            self.waits -= 1
+            self.late += not self.turns.acquire(timeout=GIVE_UP_S)
+        return write_shard(path, shard)
+
+
+def test_a_shard_is_written_while_the_target_makes_the_next_one(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = validated_job(tmp_path / "calm", target.directory, target.rows)
+    run(calm)
+    disk = Disk(waits=len(shard_paths(hidden_of(calm))) - 1)
+    make = ShardMaker.make
+
+    def making(self: ShardMaker, number: int, rows: Sequence[int]) -> Shard:
+        if number:
+            disk.turns.release()
+        return make(self, number, rows)
+
+    monkeypatch.setattr("drafter.extract.write_shard", disk.write)
+    monkeypatch.setattr(ShardMaker, "make", making)
+    job = validated_job(tmp_path / "late", target.directory, target.rows)
+    run(job)
+    assert (disk.waits, disk.late) == (0, 0)
+    shards = [path.read_bytes() for path in shard_paths(hidden_of(job))]
+    assert len(shards) > 2
+    assert shards == [path.read_bytes() for path in shard_paths(hidden_of(calm))]
+
+
+def test_a_disk_that_is_full_ends_the_job_though_the_target_is_at_work(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, _shard: Shard) -> dict[str, Any]:
+        raise DrafterError(f"no room for {path}")
+
+    monkeypatch.setattr("drafter.extract.write_shard", full)
+    job = validated_job(tmp_path, target.directory, target.rows)
+    with pytest.raises(DrafterError, match=r"no room for .*shard-00000"):
+        run(job)
+    assert read_section(hidden_of(job).manifest, "extract") is None
 
 
 def test_no_accepted_row_is_no_shard_and_a_valid_manifest(tmp_path: Path, target: Target) -> None:
