@@ -143,17 +143,27 @@ class ChaosEngine:
         return f"http://127.0.0.1:{self._port}"
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(
-            self._connection, "127.0.0.1", self._port, backlog=1024
-        )
-        self._port = self._server.sockets[0].getsockname()[1]
+        self._listener = socket.create_server(("127.0.0.1", self._port), backlog=1024)
+        self._listener.setblocking(False)
+        self._port = self._listener.getsockname()[1]
+        self._server = await asyncio.start_server(self._connection, sock=self._listener)
 
     async def _start_again(self) -> None:
         """As a person would: for a while nothing listens there."""
+        waiting = []
+        # The kernel resets who waits to be accepted when nobody listens, and nobody counts it.
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting.append(self._listener.accept()[0])
         self._server.close()
+        late = [
+            asyncio.create_task(self._connection(*await asyncio.open_connection(sock=each)))
+            for each in waiting
+        ]
         await asyncio.to_thread(self._engine.kill)
         await asyncio.to_thread(self._engine.start)
         await self._listen()
+        await asyncio.gather(*late)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
